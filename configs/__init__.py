@@ -1,0 +1,1 @@
+"""Hydra configuration, found as ``pkg://lightning_rlhf.configs``."""

@@ -1,0 +1,1 @@
+"""Cutting rollouts into mini-batches and micro-batches, and laying them over ranks."""

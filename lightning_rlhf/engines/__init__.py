@@ -1,0 +1,1 @@
+"""Back ends that update one model, each behind ``BaseEngine``."""

@@ -1,0 +1,1 @@
+"""LightningModules that say what one RL step does."""

@@ -1,0 +1,1 @@
+"""Scoring responses: functions and verifiers."""

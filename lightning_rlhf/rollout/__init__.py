@@ -1,0 +1,1 @@
+"""Engines that sample responses, each behind ``RolloutEngine``."""

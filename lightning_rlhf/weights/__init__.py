@@ -1,0 +1,1 @@
+"""Checkpoint engines, which carry weights from trainer ranks to rollout replicas."""
