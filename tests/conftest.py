@@ -1,0 +1,29 @@
+"""What every test gets: one thread, no network, and a check that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+
+import pytest
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def leave_no_trace() -> Iterator[None]:
+    """Restore ``os.environ`` after the test, and fail it if it leaves a process group."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("The test left torch.distributed initialised: destroy its process group, or use run_distributed.")

@@ -1,0 +1,1 @@
+"""Helpers that tests import as ``support``."""
