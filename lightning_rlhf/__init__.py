@@ -1,0 +1,72 @@
+"""Reinforcement learning for language models as PyTorch Lightning plugins.
+
+Importing the package imports neither vLLM nor Megatron; public names load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_rlhf.strategies.register import register_strategies
+
+if TYPE_CHECKING:
+    from lightning_rlhf.callbacks import (
+        HFExport,
+        HFRollout,
+        RLCheckpoint,
+        RLProgressBar,
+        RunReport,
+        SampleTable,
+        Throughput,
+        VLLMRollout,
+        WeightSync,
+    )
+    from lightning_rlhf.data import JSONLPrompts, PromptDataModule, ReasoningGymPrompts
+    from lightning_rlhf.modules import GRPO
+    from lightning_rlhf.strategies import FSDP2RLStrategy, RLStrategy
+
+_PUBLIC = {
+    "FSDP2RLStrategy": "lightning_rlhf.strategies",
+    "GRPO": "lightning_rlhf.modules",
+    "HFExport": "lightning_rlhf.callbacks",
+    "HFRollout": "lightning_rlhf.callbacks",
+    "JSONLPrompts": "lightning_rlhf.data",
+    "PromptDataModule": "lightning_rlhf.data",
+    "RLCheckpoint": "lightning_rlhf.callbacks",
+    "RLProgressBar": "lightning_rlhf.callbacks",
+    "RLStrategy": "lightning_rlhf.strategies",
+    "ReasoningGymPrompts": "lightning_rlhf.data",
+    "RunReport": "lightning_rlhf.callbacks",
+    "SampleTable": "lightning_rlhf.callbacks",
+    "Throughput": "lightning_rlhf.callbacks",
+    "VLLMRollout": "lightning_rlhf.callbacks",
+    "WeightSync": "lightning_rlhf.callbacks",
+}
+
+__all__ = [
+    "GRPO",
+    "FSDP2RLStrategy",
+    "HFExport",
+    "HFRollout",
+    "JSONLPrompts",
+    "PromptDataModule",
+    "RLCheckpoint",
+    "RLProgressBar",
+    "RLStrategy",
+    "ReasoningGymPrompts",
+    "RunReport",
+    "SampleTable",
+    "Throughput",
+    "VLLMRollout",
+    "WeightSync",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'lightning_rlhf' has no attribute {name!r}; it has {', '.join(sorted(_PUBLIC))}.")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+register_strategies()

@@ -1,0 +1,1 @@
+"""The contracts between rooms: the one folder to read before adding a back end."""

@@ -1,0 +1,128 @@
+"""The rollout contract: an engine that samples responses from the policy's current weights."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_rlhf.types import PromptBatch, Rollouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How responses are drawn.
+
+    Attributes:
+        n: responses for each prompt (the group's size, G).
+        max_new_tokens: limit on a response's tokens.
+        temperature: divides the logits; 0 is greedy.
+        top_p: nucleus mass kept, 1 keeps all.
+        top_k: candidates kept, 0 keeps all.
+        min_p: candidates below this share of the most likely one are dropped.
+        stop: strings that end a response; ids and log-probs end at the token that completes the string.
+        stop_token_ids: ids that end a response, beside the tokenizer's EOS; kept in it.
+        seed: base seed; each request's seed is derived from it.
+
+    Raises:
+        ValueError: if a number is out of its range.
+    """
+
+    n: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: Sequence[str] = field(default_factory=tuple)
+    stop_token_ids: Sequence[int] = field(default_factory=tuple)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses numbers out of range."""
+        if self.n < 1 or self.max_new_tokens < 1:
+            raise ValueError(f"n={self.n} and max_new_tokens={self.max_new_tokens} must be at least 1.")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p <= 1:
+            raise ValueError(
+                f"Sampling out of range: temperature={self.temperature} (>= 0), top_p={self.top_p} (0 to 1], "
+                f"top_k={self.top_k} (>= 0), min_p={self.min_p} (0 to 1)."
+            )
+
+
+def request_seed(base_seed: int, *, rl_step: int, uid: str, sample_index: int) -> int:
+    """The seed of one request: a hash, so that samples do not depend on ranks, replicas or order.
+
+    Returns:
+        An integer in [0, 2**63).
+    """
+    key = f"{base_seed}/{rl_step}/{sample_index}/{uid}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+class RolloutEngine(ABC):
+    """Samples responses; holds a copy of the policy's weights with a version.
+
+    ``weight_version`` is None until weights were pushed, and again after a push that failed half-way: such an engine
+    refuses to generate. Ids and log-probs come from the engine as sampled, never from re-encoded text.
+    """
+
+    weight_version: int | None = None
+
+    @abstractmethod
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, rl_step: int) -> Rollouts:
+        """Draws ``sampling.n`` responses for each prompt.
+
+        Returns:
+            ``len(prompts) * n`` rows in order (prompt, sample index). A prompt that leaves no room for a response gives
+            rows with finish reason ``skipped`` and an empty response mask.
+
+        Raises:
+            RuntimeError: if no weights were pushed.
+        """
+
+    @abstractmethod
+    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """Log-prob of each id given those before it, under the engine's weights; 0 for a sequence's first id."""
+
+    @abstractmethod
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces the weights in place, by Hugging Face name. Does not set the version: the manager does."""
+
+    @abstractmethod
+    def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The engine's own copy of the named tensors, for those it holds under that name and layout; others absent."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forgets keys and values that older weights computed."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends all requests in flight; their partial responses are kept with finish reason ``abort``."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Stops sampling between two tokens; requests stay."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Goes on after ``pause``."""
+
+    @abstractmethod
+    def sleep(self, level: int = 1) -> None:
+        """Gives device memory back: 1 keeps the weights on the host, 2 drops them (a push must follow)."""
+
+    @abstractmethod
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Takes memory again, for ``weights`` or ``kv_cache`` or both; weights before a push, the cache after it."""
+
+    @abstractmethod
+    def release_kv_cache(self) -> None:
+        """Gives the cache's memory back, where the device allows it."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Frees the engine; leaves the trainer's process group alone."""

@@ -1,0 +1,19 @@
+"""Makes the strategies known to Lightning by name, without importing what they need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+
+def _fsdp2_rl(**kwargs: Any) -> Any:
+    from lightning_rlhf.strategies.fsdp2 import FSDP2RLStrategy
+
+    return FSDP2RLStrategy(**kwargs)
+
+
+def register_strategies() -> None:
+    """Registers ``fsdp2_rl``; a second call changes nothing."""
+    if "fsdp2_rl" not in StrategyRegistry:
+        StrategyRegistry.register("fsdp2_rl", _fsdp2_rl, description="FSDP2 engines for reinforcement learning")
