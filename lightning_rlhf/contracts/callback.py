@@ -36,3 +36,7 @@ class RLCallback(pl.Callback):
 
         ``pl_module.log`` is not allowed here, and ``trainer.global_step`` does not count this step yet.
         """
+
+
+RNG_STATE_KEY = "lightning_rlhf_rng"
+"""Entry of a checkpoint dictionary that holds one process's random-number state; a strategy keeps one per rank."""

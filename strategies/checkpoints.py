@@ -1,0 +1,96 @@
+"""A checkpoint is a folder that is whole or absent: engines, the Trainer's state, the ranks' random state.
+
+Layout::
+
+    step.ckpt/
+      manifest.json      written last; names every file with its size
+      trainer.pt         Lightning's dictionary (loops, callbacks, data position, counters)
+      rng_<rank>.pt      one rank's random-number state
+      actor/ ...         one folder per engine, written by the engine
+
+All ranks write into ``step.ckpt.part``; rank 0 renames it once every rank has finished, so an interrupted save leaves
+only a ``.part`` folder behind.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_rlhf.contracts.callback import RNG_STATE_KEY
+
+if TYPE_CHECKING:
+    from lightning_rlhf.strategies.base import RLStrategy
+
+MANIFEST = "manifest.json"
+TRAINER_STATE = "trainer.pt"
+
+
+def save(strategy: RLStrategy, checkpoint: dict[str, Any], path: Path) -> None:
+    """Writes one checkpoint. Collective."""
+    part = path.with_name(path.name + ".part")
+    if strategy.is_global_zero:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    strategy.barrier()
+    for role, engine in strategy.engines.items():
+        if engine.optimizer is not None:
+            engine.save_checkpoint(part / role)
+    checkpoint = dict(checkpoint)
+    torch.save(checkpoint.pop(RNG_STATE_KEY, None), part / f"rng_{strategy.global_rank}.pt")
+    if strategy.is_global_zero:
+        # the engines' folders hold these
+        checkpoint.pop("optimizer_states", None)
+        torch.save(checkpoint, part / TRAINER_STATE)
+    strategy.barrier()
+    if strategy.is_global_zero:
+        files = {str(file.relative_to(part)): file.stat().st_size for file in sorted(part.rglob("*")) if file.is_file()}
+        (part / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+        _replace(part, path)
+    strategy.barrier()
+
+
+def _replace(part: Path, path: Path) -> None:
+    """Puts the finished folder in place; at every moment the old or the new one is whole."""
+    old = path.with_name(path.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.is_dir():
+        path.rename(old)
+    part.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether every file that the manifest names is there with its size."""
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        return False
+    files = json.loads(manifest.read_text())["files"]
+    return all((path / name).is_file() and (path / name).stat().st_size == size for name, size in files.items())
+
+
+def load(strategy: RLStrategy, path: Path) -> dict[str, Any]:
+    """Loads the engines and returns Lightning's dictionary. Collective.
+
+    Raises:
+        ValueError: if the folder is not a whole checkpoint.
+    """
+    if not is_complete(path):
+        raise ValueError(
+            f"{path} is not a whole checkpoint of {type(strategy).__name__}: {MANIFEST} is missing or names files that "
+            f"are absent or cut short. Choose another checkpoint."
+        )
+    for role, engine in strategy.engines.items():
+        if engine.optimizer is not None:
+            engine.load_checkpoint(path / role)
+    checkpoint: dict[str, Any] = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True)
+    checkpoint["optimizer_states"] = []
+    rng = path / f"rng_{strategy.global_rank}.pt"
+    # a rank that the saving run did not have goes on with the state that its seed gave it
+    if rng.is_file():
+        checkpoint[RNG_STATE_KEY] = torch.load(rng, map_location="cpu", weights_only=True)
+    return checkpoint
