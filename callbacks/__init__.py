@@ -7,3 +7,48 @@ if __name__ != "lightning_rlhf.callbacks":
         f"This package was imported as {__name__!r}. Import it as 'lightning_rlhf.callbacks': "
         "the folder at the top of the repository is reached through a link inside the package."
     )
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_rlhf.callbacks.checkpoint import RLCheckpoint
+    from lightning_rlhf.callbacks.export import HFExport
+    from lightning_rlhf.callbacks.progress import RLProgressBar
+    from lightning_rlhf.callbacks.report import RunReport
+    from lightning_rlhf.callbacks.rollout import HFRollout, RolloutCallback, VLLMRollout
+    from lightning_rlhf.callbacks.samples import SampleTable
+    from lightning_rlhf.callbacks.throughput import Throughput
+    from lightning_rlhf.callbacks.weight_sync import WeightSync
+
+_PUBLIC = {
+    "HFExport": "export",
+    "HFRollout": "rollout",
+    "RLCheckpoint": "checkpoint",
+    "RLProgressBar": "progress",
+    "RolloutCallback": "rollout",
+    "RunReport": "report",
+    "SampleTable": "samples",
+    "Throughput": "throughput",
+    "VLLMRollout": "rollout",
+    "WeightSync": "weight_sync",
+}
+
+__all__ = [
+    "HFExport",
+    "HFRollout",
+    "RLCheckpoint",
+    "RLProgressBar",
+    "RolloutCallback",
+    "RunReport",
+    "SampleTable",
+    "Throughput",
+    "VLLMRollout",
+    "WeightSync",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}.")
+    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)

@@ -1,1 +1,8 @@
-"""LightningModules that say what one RL step does."""
+"""The algorithms as LightningModules: what one RL step does with the responses of a rollout."""
+
+from __future__ import annotations
+
+from lightning_rlhf.modules.grpo import GRPO
+from lightning_rlhf.modules.on_policy import OnPolicyModule
+
+__all__ = ["GRPO", "OnPolicyModule"]

@@ -1,0 +1,103 @@
+"""Checkpoints counted in RL steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rlhf.modules.on_policy import OnPolicyModule
+from lightning_rlhf.strategies.checkpoints import is_complete
+
+
+class RLCheckpoint(ModelCheckpoint):
+    """A ModelCheckpoint that saves every so many RL steps, whatever ``global_step`` counts.
+
+    Lightning's ``global_step`` counts every optimizer's steps, several per RL step. Checkpoints are named
+    ``rl_step=000010.ckpt``; ``Trainer.fit(ckpt_path="last")`` continues from the newest whole one.
+
+    Args:
+        dirpath: folder of the checkpoints; None is ``<default_root_dir>/checkpoints``, the same for every start of a
+            run, so that ``"last"`` finds them.
+        every_n_rl_steps: RL steps between two checkpoints; the last RL step is saved too.
+        save_top_k: 1 keeps the newest, -1 keeps all, 0 saves none.
+    """
+
+    def __init__(
+        self, *, dirpath: str | Path | None = None, every_n_rl_steps: int = 10, save_top_k: int = 1
+    ) -> None:
+        if every_n_rl_steps < 1:
+            raise ValueError(f"every_n_rl_steps must be at least 1, got {every_n_rl_steps}.")
+        super().__init__(
+            dirpath=dirpath,
+            filename="{rl_step:06d}",
+            save_top_k=save_top_k,
+            every_n_train_steps=0,
+            every_n_epochs=0,
+            enable_version_counter=False,
+        )
+        self.every_n_rl_steps = every_n_rl_steps
+        self._last_rl_step_saved = -1
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.dirpath = str(self._directory(trainer))
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module = _counted(pl_module)
+        if module.rl_step % self.every_n_rl_steps == 0 or module.finished:
+            self._save_rl_step(trainer, module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save_rl_step(trainer, _counted(pl_module))
+
+    def _save_rl_step(self, trainer: pl.Trainer, module: OnPolicyModule) -> None:
+        if trainer.fast_dev_run or module.rl_step == self._last_rl_step_saved or module.rl_step == 0:
+            return
+        self._last_rl_step_saved = module.rl_step
+        self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    @override
+    def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
+        candidates = super()._monitor_candidates(trainer)
+        return {**candidates, "rl_step": torch.tensor(_counted(trainer.lightning_module).rl_step)}
+
+    @override
+    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        directory = self._directory(trainer)
+        found = [(int(match[1]), path) for path in directory.glob("*.ckpt") if (match := _NAME.match(path.name))]
+        whole = [(rl_step, path) for rl_step, path in found if path.is_file() or is_complete(path)]
+        # by its number, not by its time: copying a run's folder must not change what "last" means
+        return {str(max(whole)[1])} if whole else set()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        saved = _NAME.match(Path(self.best_model_path).name)
+        self._last_rl_step_saved = int(saved[1]) if saved else -1
+
+    def _directory(self, trainer: pl.Trainer) -> Path:
+        return Path(self.dirpath) if self.dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
+
+
+_NAME = re.compile(r"rl_step=(\d+)\.ckpt$")
+
+
+def _counted(pl_module: pl.LightningModule) -> OnPolicyModule:
+    if not isinstance(pl_module, OnPolicyModule):
+        raise TypeError(
+            f"RLCheckpoint counts the RL steps of an OnPolicyModule such as rl.GRPO, got {type(pl_module).__name__}; use "
+            f"Lightning's ModelCheckpoint for others."
+        )
+    return pl_module

@@ -1,0 +1,263 @@
+"""The rollout callback: before each training_step it has an engine sample responses from the current policy."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_rlhf.batching.checks import check_batch_sizes
+from lightning_rlhf.callbacks.weight_sync import WeightSync
+from lightning_rlhf.contracts.callback import RLCallback
+from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig
+from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.modules.on_policy import OnPolicyModule
+from lightning_rlhf.types import PromptBatch
+
+
+class RolloutCallback(RLCallback):
+    """Fills ``batch.rollouts``; a subclass says which engine samples.
+
+    Args:
+        num_rollouts: responses for each prompt (G).
+        max_new_tokens: limit on a response's tokens.
+        temperature: of sampling; all log-probs are meant at it.
+        top_p: nucleus mass kept.
+        top_k: candidates kept, 0 keeps all.
+        min_p: candidates below this share of the most likely one are dropped.
+        stop: strings that end a response.
+        stop_token_ids: ids that end a response, beside EOS.
+        seed: base seed; every request's own seed is derived from it.
+        max_model_len: limit on prompt and response together, in tokens.
+        weight_sync: False samples from the starting weights throughout; True asks for a ``WeightSync`` callback.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rollouts: int = 8,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        max_model_len: int = 2048,
+        weight_sync: bool = True,
+    ) -> None:
+        self.sampling = SamplingConfig(
+            n=num_rollouts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
+            seed=seed,
+        )
+        self.eval_sampling = SamplingConfig(
+            n=1,
+            max_new_tokens=max_new_tokens,
+            temperature=0.0,
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
+            seed=seed,
+        )
+        self.max_model_len = max_model_len
+        self.weight_sync = weight_sync
+        self.engine: RolloutEngine | None = None
+        self._model_directory: TemporaryDirectory[str] | None = None
+        self._sync: WeightSync | None = None
+
+    @abstractmethod
+    def build_engine(self, trainer: pl.Trainer, model_directory: str | Path) -> RolloutEngine:
+        """Builds the engine; called on every rank, once, after the strategy has started the processes."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        _on_policy(pl_module)
+        rollouts = [c for c in trainer.callbacks if isinstance(c, RolloutCallback)]
+        syncs = [c for c in trainer.callbacks if isinstance(c, WeightSync)]
+        if len(rollouts) != 1 or len(syncs) > 1:
+            raise ValueError(
+                f"Trainer needs one rollout callback and at most one WeightSync, got "
+                f"{[type(c).__name__ for c in (*rollouts, *syncs)]}."
+            )
+        if self.weight_sync and not syncs:
+            raise ValueError(
+                f"{type(self).__name__} has no WeightSync beside it, so it would sample from the starting weights for ever. "
+                f"Add rl.WeightSync() to Trainer(callbacks=...), or say {type(self).__name__}(weight_sync=False)."
+            )
+        self._sync = syncs[0] if syncs else None
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module, datamodule = _on_policy(pl_module), trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(datamodule, PromptDataModule):
+            check_batch_sizes(
+                prompts_per_step=datamodule.prompts_per_step,
+                rollouts_per_prompt=self.sampling.n,
+                data_parallel_size=module.actor.data_parallel_size,
+                mini_batch_size=module.mini_batch_size,
+                micro_batch_size=module.actor_config.micro_batch_size,
+                max_tokens_per_micro_batch=module.actor_config.max_tokens_per_micro_batch,
+            )
+        self._ensure_engine(trainer, module)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        module = _on_policy(pl_module)
+        if not module.finished:
+            self._fill(trainer, module, batch, self.sampling)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._fill(trainer, _on_policy(pl_module), batch, self.eval_sampling)
+
+    @override
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._fill(trainer, _on_policy(pl_module), batch, self.eval_sampling)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._shutdown()
+
+    def _fill(self, trainer: pl.Trainer, module: OnPolicyModule, batch: PromptBatch, sampling: SamplingConfig) -> None:
+        if batch.rollouts is not None:
+            raise RuntimeError(
+                "The batch holds rollouts already, of an earlier step: PromptBatch.to() must return a new batch without them."
+            )
+        engine = self._ensure_engine(trainer, module)
+        if self._sync is not None:
+            self._sync.ensure_fresh(module, engine)
+        with module.timed("rollout"):
+            batch.rollouts = engine.generate(batch, sampling, rl_step=module.rl_step)
+
+    def _ensure_engine(self, trainer: pl.Trainer, module: OnPolicyModule) -> RolloutEngine:
+        if self.engine is None:
+            self.engine = self.build_engine(trainer, self._directory_of(module))
+            if not self.weight_sync:
+                self.engine.load_weights(module.actor.get_per_tensor_param())
+                self.engine.weight_version = module.policy_version
+        return self.engine
+
+    def _directory_of(self, module: OnPolicyModule) -> str | Path:
+        """Where the engine finds config and tokenizer; a model given as a module is described in a temporary folder."""
+        model = module.actor_config.model
+        if not isinstance(model, nn.Module):
+            return model
+        self._model_directory = TemporaryDirectory(prefix="lightning_rlhf_model_")
+        model.config.save_pretrained(self._model_directory.name)  # type: ignore[operator, union-attr]
+        module.tokenizer.save_pretrained(self._model_directory.name)
+        return self._model_directory.name
+
+    def _shutdown(self) -> None:
+        if self.engine is not None:
+            self.engine.shutdown()
+            self.engine = None
+        if self._model_directory is not None:
+            self._model_directory.cleanup()
+            self._model_directory = None
+
+
+class VLLMRollout(RolloutCallback):
+    """Samples with vLLM, one engine inside each training process.
+
+    Args:
+        dtype: of vLLM's weights, ``"float32"`` or ``"bfloat16"``; None follows ``Trainer(precision=)``.
+        max_num_seqs: responses sampled side by side.
+        kv_cache_bytes: memory of the key-value cache.
+        engine_kwargs: passed on to ``vllm.LLM``.
+        **rollout: see ``RolloutCallback``.
+    """
+
+    def __init__(
+        self,
+        *,
+        dtype: str | None = None,
+        max_num_seqs: int = 64,
+        kv_cache_bytes: int = 512 * 2**20,
+        engine_kwargs: dict[str, Any] | None = None,
+        num_rollouts: int = 8,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        max_model_len: int = 2048,
+        weight_sync: bool = True,
+    ) -> None:
+        super().__init__(
+            num_rollouts=num_rollouts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+            max_model_len=max_model_len,
+            weight_sync=weight_sync,
+        )
+        self.dtype = dtype
+        self.max_num_seqs = max_num_seqs
+        self.kv_cache_bytes = kv_cache_bytes
+        self.engine_kwargs = dict(engine_kwargs or {})
+
+    @override
+    def build_engine(self, trainer: pl.Trainer, model_directory: str | Path) -> RolloutEngine:
+        from lightning_rlhf.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(
+            model_directory,
+            dtype=self.dtype or ("bfloat16" if trainer.precision == "bf16-mixed" else "float32"),
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            kv_cache_bytes=self.kv_cache_bytes,
+            seed=self.sampling.seed,
+            replica_index=trainer.global_rank,
+            engine_kwargs=self.engine_kwargs,
+        )
+
+
+class HFRollout(RolloutCallback):
+    """Samples with a Hugging Face model: slow, exact, without vLLM; for tests and small experiments."""
+
+    @override
+    def build_engine(self, trainer: pl.Trainer, model_directory: str | Path) -> RolloutEngine:
+        from lightning_rlhf.rollout.hf import HFReferenceEngine
+
+        return HFReferenceEngine(
+            model_directory,
+            dtype=torch.float32,
+            max_model_len=self.max_model_len,
+            device=trainer.strategy.root_device,
+        )
+
+
+def _on_policy(pl_module: pl.LightningModule) -> OnPolicyModule:
+    if not isinstance(pl_module, OnPolicyModule):
+        raise TypeError(
+            f"The rollout callbacks serve an OnPolicyModule such as rl.GRPO, got {type(pl_module).__name__}."
+        )
+    return pl_module

@@ -1,0 +1,94 @@
+"""The weight-sync callback: after the optimizer step the rollout engine gets the new weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_rlhf.contracts.callback import OptimizerStep, RLCallback
+from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
+from lightning_rlhf.contracts.rollout import RolloutEngine
+from lightning_rlhf.modules.on_policy import OnPolicyModule
+from lightning_rlhf.weights.manager import (
+    PROBE_TOLERANCE_BF16,
+    PROBE_TOLERANCE_FP32,
+    CheckpointEngineManager,
+    Receipt,
+)
+
+PROBE_TEXT = "A probe: both sides read these words and must agree on each of them."
+
+
+class WeightSync(RLCallback):
+    """Pushes the actor's weights into the rollout engine, and checks a receipt each time.
+
+    Whenever the pushes happen, no response is ever sampled from weights older than the policy version that it is
+    tagged with: before a rollout, ``ensure_fresh`` pushes if the versions differ, so also after a resume.
+
+    Args:
+        engine: the checkpoint engine that carries the tensors, by name.
+        every: ``"optimizer_step"`` pushes after each step of the actor; ``"rollout"`` once, before the next rollout,
+            which saves pushes that nobody reads when an RL step takes several optimizer steps.
+        probe_tolerance: largest log-prob difference on the probe, in nats; None allows 0.01 in fp32 and 1.0 in bf16,
+            whose rounding alone reaches 0.3 nats on a rare token.
+
+    Attributes:
+        last_receipt: what the last push found.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: str = "naive",
+        every: Literal["optimizer_step", "rollout"] = "optimizer_step",
+        probe_tolerance: float | None = None,
+    ) -> None:
+        if every not in ("optimizer_step", "rollout"):
+            raise ValueError(f"WeightSync(every={every!r}): expected 'optimizer_step' or 'rollout'.")
+        self.checkpoint_engine = CheckpointEngineRegistry.new(engine)
+        self.every = every
+        self.probe_tolerance = probe_tolerance
+        self.last_receipt: Receipt | None = None
+        self._manager: CheckpointEngineManager | None = None
+
+    @override
+    def on_after_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: OptimizerStep) -> None:
+        if step.role != "actor" or not step.stepped or self.every == "rollout":
+            return
+        # before the first rollout there is no engine to push to; ensure_fresh serves it then
+        if self._manager is not None and isinstance(pl_module, OnPolicyModule):
+            with pl_module.timed("sync"):
+                self._keep(pl_module, self._manager.update_weights(pl_module.policy_version))
+
+    def ensure_fresh(self, module: OnPolicyModule, rollout: RolloutEngine) -> None:
+        """Pushes if the rollout engine does not hold the module's policy version. Collective."""
+        if self._manager is None or self._manager.rollout is not rollout or self._manager.engine is not module.actor:
+            self._manager = self._build_manager(module, rollout)
+        with module.timed("sync"):
+            receipt = self._manager.ensure_fresh(module.policy_version)
+        if receipt is not None:
+            self._keep(module, receipt)
+
+    def _build_manager(self, module: OnPolicyModule, rollout: RolloutEngine) -> CheckpointEngineManager:
+        bf16 = module.trainer.precision == "bf16-mixed"
+        tolerance = PROBE_TOLERANCE_BF16 if bf16 else PROBE_TOLERANCE_FP32
+        return CheckpointEngineManager(
+            engine=module.actor,
+            rollout=rollout,
+            checkpoint_engine=self.checkpoint_engine,
+            probe_token_ids=module.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:24],
+            probe_tolerance=tolerance if self.probe_tolerance is None else self.probe_tolerance,
+        )
+
+    def _keep(self, module: OnPolicyModule, receipt: Receipt) -> None:
+        self.last_receipt = receipt
+        module.note_metrics(
+            {
+                "sync/version": float(receipt.version),
+                "sync/probe_difference": receipt.probe_difference,
+                "sync/tensors_compared": float(receipt.tensors_compared),
+                "sync/unchanged": float(receipt.unchanged),
+            }
+        )

@@ -1,0 +1,367 @@
+"""The straight line: rollouts, rewards, experience, update. What every on-policy algorithm shares."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_rlhf.algorithms.aggregation import AggregationMode
+from lightning_rlhf.contracts.callback import RNG_STATE_KEY, OptimizerStep, RLCallback
+from lightning_rlhf.contracts.engine import (
+    BaseEngine,
+    EngineConfig,
+    EngineHost,
+    EngineRegistry,
+    LRScheduleFactory,
+    OptimizerFactory,
+)
+from lightning_rlhf.engines.optimizer import EngineOptimizer
+from lightning_rlhf.modules.step_data import StepData, build_step_data
+from lightning_rlhf.modules.step_metrics import rollout_metrics
+from lightning_rlhf.rewards import RewardFunction, score
+from lightning_rlhf.rng import capture_rng, restore_rng
+from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, PromptBatch, Rollouts
+
+COUNTERS_KEY = "lightning_rlhf"
+
+
+class OnPolicyModule(pl.LightningModule):
+    """A LightningModule whose training_step is one RL step; GRPO and PPO derive from it.
+
+    A subclass gives the advantage estimator and the policy loss. Optimization is manual: one ``training_step`` takes
+    one optimizer step per mini-batch and epoch, through the strategy's engine.
+
+    Args:
+        model: a Hugging Face directory or id, or a causal-LM module.
+        reward: a callable ``(prompts, responses, metadata) -> rewards``, or several with weights
+            (``rewards.WeightedRewards``).
+        optimizer: builds the optimizer from the parameters and holds the learning rate, for example
+            ``functools.partial(torch.optim.AdamW, lr=1e-6)``.
+        lr_schedule: builds a learning-rate schedule from the optimizer; stepped once per optimizer step.
+        tokenizer: a tokenizer or its directory; None loads the model's.
+        aggregation: how per-token terms become one loss, see ``algorithms.aggregation``.
+        norm_length: tokens; the constant of ``seq-mean-token-sum-norm`` (Dr.GRPO).
+        num_epochs: passes over the rollouts of one RL step.
+        mini_batch_size: rollouts in one optimizer step, over all ranks; None takes all of an RL step.
+        micro_batch_size: sequences in one forward-backward on one rank.
+        max_tokens_per_micro_batch: tokens in one forward-backward on one rank; excludes ``micro_batch_size``.
+        max_grad_norm: global gradient norm above which gradients are scaled down; None never.
+        gradient_checkpointing: recompute activations in the backward.
+        logits_chunk_size: tokens whose logits are held at a time.
+        mask_truncated: leave responses that hit the length limit out of the loss and its denominators.
+        max_rl_steps: RL steps after which training ends; None leaves it to the Trainer.
+        seed: draws the mini-batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str | Path | nn.Module,
+        reward: RewardFunction,
+        optimizer: OptimizerFactory,
+        lr_schedule: LRScheduleFactory | None,
+        tokenizer: str | Path | PreTrainedTokenizerBase | None,
+        aggregation: AggregationMode,
+        norm_length: int | None,
+        num_epochs: int,
+        mini_batch_size: int | None,
+        micro_batch_size: int | None,
+        max_tokens_per_micro_batch: int | None,
+        max_grad_norm: float | None,
+        gradient_checkpointing: bool,
+        logits_chunk_size: int,
+        mask_truncated: bool,
+        max_rl_steps: int | None,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.actor_config = EngineConfig(
+            role="actor",
+            model=model,
+            optimizer=optimizer,
+            lr_schedule=lr_schedule,
+            max_grad_norm=max_grad_norm,
+            micro_batch_size=micro_batch_size,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            gradient_checkpointing=gradient_checkpointing,
+            logits_chunk_size=logits_chunk_size,
+        )
+        self.reward = reward
+        self.aggregation: AggregationMode = aggregation
+        self.norm_length = norm_length
+        self.num_epochs = num_epochs
+        self.mini_batch_size = mini_batch_size
+        self.mask_truncated = mask_truncated
+        self.max_rl_steps = max_rl_steps
+        self.seed = seed
+        self.rl_step = 0
+        self.policy_version = 0
+        self.last_metrics: dict[str, float] = {}
+        self.engine_modules = nn.ModuleDict()
+        self._tokenizer = tokenizer
+        self._engines: dict[str, BaseEngine] = {}
+        self._reference: BaseEngine | None = None
+        self._timings: dict[str, float] = {}
+        self._timed_inside: list[float] = []
+        self._noted: dict[str, float] = {}
+        self._step_index, self._step_is_last = 0, False
+        self._rng_to_restore: dict[str, Any] | None = None
+
+    # --- what an algorithm is -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def estimate_advantages(self, rewards: Tensor, uids: list[str]) -> Tensor:
+        """Advantages ``[B]`` of all ranks' rows, from their rewards ``[B]`` (NaN: left out) and groups."""
+
+    @abstractmethod
+    def policy_loss(self, outputs: ModelOutputs, micro_batch: Experience) -> LossOutput:
+        """The loss as per-token terms; see ``contracts.engine.BaseEngine.forward_backward_batch``."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss reads log-probs of a frozen reference."""
+        return False
+
+    # --- one RL step --------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        rollouts = self._rollouts_of(batch)
+        rewards = self.score(rollouts)
+        step_data = self.make_experience(rollouts, rewards)
+        update_metrics = self.update(step_data)
+        self.finish_step(rollout_metrics(step_data.plan), update_metrics)
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Rewards ``[B]`` fp32 of this rank's rows, NaN where one failed; kept in ``rollouts.rewards``.
+
+        Rows that the rollout callback has scored already keep their rewards.
+        """
+        if rollouts.rewards is None:
+            with self.timed("reward"):
+                scores = score(self.reward, rollouts.prompts, rollouts.responses, rollouts.metadata)
+            for message in scores.errors:
+                rank_zero_warn(f"A reward failed and its row does not train: {message}")
+            rollouts.rewards = scores.rewards
+        return rollouts.rewards
+
+    def make_experience(self, rollouts: Rollouts, rewards: Tensor) -> StepData:
+        """One global plan, advantages over whole groups, and the other policies' log-probs. Collective."""
+        with self.timed("experience"):
+            data = build_step_data(
+                rollouts,
+                rewards,
+                engine=self.actor,
+                advantage_estimator=self.estimate_advantages,
+                aggregation=self.aggregation,
+                norm_length=self.norm_length,
+                mask_truncated=self.mask_truncated,
+                mini_batch_size=self.mini_batch_size,
+                seed=self.seed + self.rl_step,
+            )
+        experience = data.experience
+        if self.num_epochs * len(data.plan.mini_batches) > 1:
+            with self.timed("old_log_probs"):
+                old = self.actor.infer_batch(experience).log_probs
+            experience = dataclasses.replace(experience, old_log_probs=old)
+        # else the one update starts from the weights that old log-probs would be computed with: the ratio's
+        # denominator is its own numerator, detached, and a second forward would give the same numbers
+        if self._reference is not None:
+            with self.timed("ref_log_probs"):
+                ref = self._reference.infer_batch(experience).log_probs
+            experience = dataclasses.replace(experience, ref_log_probs=ref)
+        return dataclasses.replace(data, experience=experience)
+
+    def update(self, data: StepData) -> dict[str, float]:
+        """One optimizer step per mini-batch and epoch; returns the mean of each metric over them. Collective."""
+        num_steps = self.num_epochs * len(data.plan.mini_batches)
+        history: list[dict[str, float]] = []
+        with self.timed("update"):
+            for index, mini_batch in enumerate(data.mini_batches(epochs=self.num_epochs)):
+                self._step_index, self._step_is_last = index, index == num_steps - 1
+                history.append(self.actor.train_batch(mini_batch, self.policy_loss))
+        names = {name for metrics in history for name in metrics}
+        values = {name: [metrics[name] for metrics in history if name in metrics] for name in sorted(names)}
+        # a loss names its own metrics bare; one with a slash says itself what it is about
+        return {
+            name if "/" in name else f"actor/{name}": sum(found) / len(found) for name, found in values.items()
+        }
+
+    def finish_step(self, *parts: Mapping[str, float]) -> None:
+        """Counts the RL step, and hands its metrics to callbacks and loggers."""
+        times = {f"time/{name}": seconds for name, seconds in self._timings.items()}
+        self.rl_step += 1
+        counters = {"rl_step": float(self.rl_step), "policy_version": float(self.policy_version)}
+        every_part = (*parts, self._noted, times, counters)
+        self.last_metrics = {name: value for part in every_part for name, value in part.items()}
+        self._timings.clear()
+        self._noted.clear()
+        self.log_dict(self.last_metrics, logger=False, batch_size=1)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(self.last_metrics, step=self.rl_step)
+        if self.finished:
+            self.trainer.should_stop = True
+
+    @property
+    def finished(self) -> bool:
+        """Whether ``max_rl_steps`` are done."""
+        return self.max_rl_steps is not None and self.rl_step >= self.max_rl_steps
+
+    @override
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    @override
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: PromptBatch, stage: str) -> None:
+        rewards = self.score(self._rollouts_of(batch))
+        observed = rewards[~rewards.isnan()]
+        if observed.numel():
+            self.log(f"{stage}/reward", observed.mean(), batch_size=observed.numel(), sync_dist=True)
+
+    def _rollouts_of(self, batch: PromptBatch) -> Rollouts:
+        if batch.rollouts is None:
+            raise RuntimeError(
+                "The batch holds no rollouts. Add a rollout callback to the Trainer, for example "
+                "Trainer(callbacks=[rl.VLLMRollout(), rl.WeightSync()])."
+            )
+        return batch.rollouts
+
+    # --- engines ------------------------------------------------------------------------------------------------
+
+    @property
+    def actor(self) -> BaseEngine:
+        """The trained policy's engine."""
+        if "actor" not in self._engines:
+            raise RuntimeError("The actor's engine exists only once Trainer.fit, validate or test has begun.")
+        return self._engines["actor"]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, loaded on first use."""
+        if self._tokenizer is None and isinstance(self.actor_config.model, nn.Module):
+            raise ValueError("model= is a module, so tokenizer= must be given too.")
+        if not isinstance(self._tokenizer, PreTrainedTokenizerBase):
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer or self.actor_config.model))
+        return self._tokenizer
+
+    @override
+    def configure_model(self) -> None:
+        if "actor" in self._engines:
+            return
+        self._engines["actor"] = self._create_engine(self.actor_config)
+        self.engine_modules["actor"] = self.actor.module
+        if self.uses_reference:
+            reference = dataclasses.replace(self.actor_config, role="reference", optimizer=None, lr_schedule=None)
+            self._reference = self._create_engine(reference)
+
+    def _create_engine(self, config: EngineConfig) -> BaseEngine:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, EngineHost):
+            return strategy.create_engine("language_model", config)
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"Trainer(strategy={type(strategy).__name__}) has {self.trainer.world_size} processes; on several "
+                f"processes use strategy='fsdp2_rl', which keeps losses and gradients exact over ranks."
+            )
+        compute_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else torch.float32
+        engine = EngineRegistry.new(
+            "language_model",
+            "torch",
+            dataclasses.replace(config, compute_dtype=compute_dtype),
+            device=strategy.root_device,
+        )
+        engine.initialize()
+        return engine
+
+    @override
+    def configure_optimizers(self) -> list[Optimizer]:
+        return [
+            EngineOptimizer(engine, after_step=self._announcer(role))
+            for role, engine in self._engines.items()
+        ]
+
+    def _announcer(self, role: str) -> Callable[..., None]:
+        def announce(result: Any) -> None:
+            if role == "actor" and result.stepped:
+                self.policy_version += 1
+            step = OptimizerStep(
+                role=role,  # type: ignore[arg-type]
+                stepped=result.stepped,
+                index=self._step_index,
+                is_last=self._step_is_last,
+                rl_step=self.rl_step,
+            )
+            for callback in self.trainer.callbacks:
+                if isinstance(callback, RLCallback):
+                    callback.on_after_optimizer_step(self.trainer, self, step)
+
+        return announce
+
+    # --- Trainer hooks ------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        optimizers = self.optimizers(use_pl_optimizer=True)
+        bound = optimizers if isinstance(optimizers, list) else [optimizers]
+        for engine, optimizer in zip(self._engines.values(), bound, strict=True):
+            engine.bind_optimizer(optimizer)
+
+    @override
+    def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> int | None:
+        if self._rng_to_restore is not None:
+            restore_rng(self._rng_to_restore)
+            self._rng_to_restore = None
+        return -1 if self.finished else None
+
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Adds a callback's metrics to those of the RL step under way; a later value of a name replaces an earlier."""
+        self._noted.update(metrics)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the body's wall time to this RL step's ``time/<name>``, in seconds, without what is timed inside it."""
+        start = time.perf_counter()
+        self._timed_inside.append(0.0)
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            own = elapsed - self._timed_inside.pop()
+            self._timings[name] = self._timings.get(name, 0.0) + own
+            if self._timed_inside:
+                self._timed_inside[-1] += elapsed
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[COUNTERS_KEY] = {"rl_step": self.rl_step, "policy_version": self.policy_version}
+        checkpoint[RNG_STATE_KEY] = capture_rng()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if COUNTERS_KEY not in checkpoint:
+            raise ValueError(
+                f"The checkpoint has no {COUNTERS_KEY!r} entry, so it was not saved by {type(self).__name__}. To start "
+                "from a pretrained model pass its directory as model=."
+            )
+        self.rl_step = checkpoint[COUNTERS_KEY]["rl_step"]
+        self.policy_version = checkpoint[COUNTERS_KEY]["policy_version"]
+        self._rng_to_restore = checkpoint.get(RNG_STATE_KEY)

@@ -1,0 +1,141 @@
+"""From rollouts and rewards to the rows that this rank trains on, through one global plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.algorithms.aggregation import AggregationMode, loss_weights
+from lightning_rlhf.batching.exchange import assert_same_plan, exchange_rows, gather_row_facts
+from lightning_rlhf.batching.plan import RowFact, StepPlan, build_step_plan
+from lightning_rlhf.contracts.engine import BaseEngine
+from lightning_rlhf.types import Experience, Rollouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepData:
+    """One RL step's experience on this rank, with the plan that all ranks share.
+
+    Attributes:
+        experience: this rank's rows, mini-batch after mini-batch.
+        plan: all ranks' rows and mini-batches.
+        rank: this rank in the data-parallel group.
+        aggregation: how per-token terms become one loss.
+        norm_length: the constant of ``seq-mean-token-sum-norm``, in tokens.
+    """
+
+    experience: Experience
+    plan: StepPlan
+    rank: int
+    aggregation: AggregationMode
+    norm_length: int | None
+
+    def mini_batches(self, *, epochs: int) -> Iterator[Experience]:
+        """Yields each optimizer step's rows with their loss weights, ``epochs`` times over."""
+        starts = [0]
+        for mini_batch in self.plan.mini_batches:
+            starts.append(starts[-1] + len(mini_batch.rows_of_rank[self.rank]))
+        for epoch in range(epochs):
+            for index in self.plan.epoch_order(epoch):
+                mini_batch = self.plan.mini_batches[index]
+                rows = self.experience.select(range(starts[index], starts[index + 1]))
+                weights = loss_weights(
+                    rows.loss_mask,
+                    self.aggregation,
+                    cu_seqlens=rows.cu_seqlens,
+                    num_global_tokens=mini_batch.num_global_tokens,
+                    num_global_sequences=mini_batch.num_global_sequences,
+                    norm_length=self.norm_length,
+                )
+                yield dataclasses.replace(rows, loss_weights=weights)
+
+
+def row_facts(rollouts: Rollouts, rewards: Tensor, *, mask_truncated: bool, rank: int) -> list[RowFact]:
+    """What this rank tells the others of its rows.
+
+    A row trains on its response tokens, unless its reward failed (NaN), it was aborted, or it was truncated and
+    ``mask_truncated``: such a row counts in no denominator either.
+    """
+    facts = []
+    for row in range(rollouts.num_sequences):
+        reward = float(rewards[row])
+        truncated = rollouts.finish_reasons[row] == "length"
+        num_response_tokens = int(rollouts.response_lengths[row])
+        trains = math.isfinite(reward) and not (truncated and mask_truncated)
+        facts.append(
+            RowFact(
+                uid=rollouts.uids[row],
+                sample_index=rollouts.sample_indices[row],
+                reward=reward if math.isfinite(reward) else None,
+                length=int(rollouts.lengths[row]),
+                num_response_tokens=num_response_tokens,
+                num_loss_tokens=num_response_tokens if trains else 0,
+                truncated=truncated,
+                rank=rank,
+                row=row,
+            )
+        )
+    return facts
+
+
+def build_step_data(
+    rollouts: Rollouts,
+    rewards: Tensor,
+    *,
+    engine: BaseEngine,
+    advantage_estimator: Callable[[Tensor, list[str]], Tensor],
+    aggregation: AggregationMode,
+    norm_length: int | None,
+    mask_truncated: bool,
+    mini_batch_size: int | None,
+    seed: int,
+) -> StepData:
+    """Agrees on the global plan, computes advantages over whole groups, and moves rows to where they train. Collective.
+
+    Args:
+        rollouts: this rank's rows as sampled.
+        rewards: ``[B]`` fp32, NaN where the reward failed.
+        engine: gives the data-parallel group.
+        advantage_estimator: maps all ranks' rewards ``[B_global]`` (NaN where failed) and uids to advantages.
+        aggregation: see ``algorithms.aggregation``.
+        norm_length: tokens, for ``seq-mean-token-sum-norm``.
+        mask_truncated: leave rows that hit the length limit out of the loss and its denominators.
+        mini_batch_size: rollouts in one optimizer step over all ranks; None takes all.
+        seed: draws mini-batches.
+    """
+    rank, size, group = engine.data_parallel_rank, engine.data_parallel_size, engine.data_parallel_group
+    device = engine.device
+    rollouts = rollouts.to(device)
+    local = row_facts(rollouts, rewards, mask_truncated=mask_truncated, rank=rank)
+    facts = gather_row_facts(local, group=group, data_parallel_size=size, device=device)
+    plan = build_step_plan(facts, mini_batch_size=mini_batch_size, data_parallel_size=size, seed=seed)
+    assert_same_plan(plan, group=group, data_parallel_size=size, device=device)
+    row_trains = torch.tensor([fact.num_loss_tokens > 0 for fact in local], dtype=torch.bool, device=device)
+    sampled = Experience(
+        tokens=rollouts.tokens,
+        cu_seqlens=rollouts.cu_seqlens,
+        response_mask=rollouts.response_mask,
+        loss_mask=rollouts.response_mask & row_trains[rollouts.sequence_ids],
+        rollout_log_probs=rollouts.rollout_log_probs,
+        advantages=torch.zeros_like(rollouts.rollout_log_probs),
+        uids=rollouts.uids,
+        sample_indices=rollouts.sample_indices,
+        temperature=rollouts.temperature,
+    )
+    mine = exchange_rows(sampled, plan, rank=rank, group=group, data_parallel_size=size)
+    global_rewards = torch.tensor(
+        [math.nan if fact.reward is None or fact.num_loss_tokens == 0 else fact.reward for fact in plan.facts],
+        dtype=torch.float32,
+    )
+    advantages = advantage_estimator(global_rewards, [fact.uid for fact in plan.facts]).to(device)
+    row_advantages = advantages[torch.tensor(plan.rows_of_rank(rank), dtype=torch.int64, device=device)]
+    per_token = row_advantages[mine.sequence_ids] * mine.loss_mask
+    experience = dataclasses.replace(mine, advantages=per_token)
+    return StepData(
+        experience=experience, plan=plan, rank=rank, aggregation=aggregation, norm_length=norm_length
+    )

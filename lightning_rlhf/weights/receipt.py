@@ -1,0 +1,100 @@
+"""The receipt of a push: evidence, cheap enough for every step, that the rollout engine holds what the trainer sent.
+
+Two independent looks. Samples of the elements of tensors that the engine can be asked for again are compared exactly,
+in the engine's dtype: they catch a tensor that was not loaded, or loaded in another's place. A probe sequence is scored
+by both sides: it catches what cannot be read back (packed or fused weights, a stale tied head, a stale cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.contracts.engine import BaseEngine
+from lightning_rlhf.contracts.rollout import RolloutEngine
+from lightning_rlhf.types import Experience
+
+SAMPLED_ELEMENTS = 64
+TENSORS_READ_BACK = 8
+
+
+@dataclass
+class SentSamples:
+    """A few elements of every tensor that passed by, and whether any differs from the push before.
+
+    Attributes:
+        samples: by name, up to ``SAMPLED_ELEMENTS`` evenly spaced elements, on the host.
+        changed: names whose samples differ from the last push.
+    """
+
+    samples: dict[str, Tensor] = field(default_factory=dict)
+
+    def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Passes the stream through and keeps samples of it."""
+        for name, tensor in named_tensors:
+            self.samples[name] = sample_elements(tensor).clone()
+            yield name, tensor
+
+
+def sample_elements(tensor: Tensor) -> Tensor:
+    """Up to ``SAMPLED_ELEMENTS`` elements at fixed, evenly spaced places, on the host."""
+    flat = tensor.detach().reshape(-1)
+    count = min(SAMPLED_ELEMENTS, flat.numel())
+    places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).round().long()
+    return flat[places.to(flat.device)].cpu()
+
+
+def check_read_back(sent: Mapping[str, Tensor], rollout: RolloutEngine, *, version: int) -> int:
+    """Compares samples with the engine's own copies of some tensors, others at each version.
+
+    Returns:
+        How many tensors were compared.
+
+    Raises:
+        RuntimeError: naming the first tensor that differs.
+    """
+    names = sorted(sent)
+    if not names:
+        raise RuntimeError("The push carried no tensor.")
+    start = (version * TENSORS_READ_BACK) % len(names)
+    chosen = [names[(start + offset) % len(names)] for offset in range(min(TENSORS_READ_BACK, len(names)))]
+    held = rollout.read_weights(chosen)
+    for name, tensor in held.items():
+        expected, actual = sent[name].to(tensor.dtype), sample_elements(tensor)
+        if not torch.equal(expected, actual):
+            worst = (expected.float() - actual.float()).abs().max().item()
+            raise RuntimeError(
+                f"Weight sync to version {version}: {name} in the rollout engine differs from the trainer's by up to "
+                f"{worst:.3g}. The engine must not sample with it; check its load_weights for this tensor."
+            )
+    return len(held)
+
+
+def probe_experience(token_ids: list[int], *, device: torch.device) -> Experience:
+    """One sequence to be scored by trainer and rollout engine; every token but the first counts."""
+    tokens = torch.tensor(token_ids, dtype=torch.int64, device=device)
+    scored = torch.ones_like(tokens, dtype=torch.bool)
+    scored[0] = False
+    zeros = torch.zeros(len(token_ids), dtype=torch.float32, device=device)
+    return Experience(
+        tokens=tokens,
+        cu_seqlens=torch.tensor([0, len(token_ids)], dtype=torch.int64, device=device),
+        response_mask=scored,
+        loss_mask=scored,
+        rollout_log_probs=zeros,
+        advantages=zeros,
+        uids=["probe"],
+        sample_indices=[0],
+    )
+
+
+def probe_difference(engine: BaseEngine, rollout: RolloutEngine, token_ids: list[int]) -> float:
+    """Largest difference of the two sides' log-probs over the probe's tokens, in nats. Collective."""
+    trainer = engine.infer_batch(probe_experience(token_ids, device=engine.device)).log_probs
+    if trainer is None:
+        raise RuntimeError("The engine gave no log-probs for the probe; weight sync needs a language model.")
+    rollout_side = torch.tensor(rollout.score([token_ids])[0], dtype=torch.float32)
+    return (trainer.cpu()[1:] - rollout_side[1:]).abs().max().item()
