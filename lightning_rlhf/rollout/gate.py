@@ -54,9 +54,13 @@ class SamplingGate:
                     "dropped them. Push weights (load_weights, then weight_version) before sampling."
                 )
             if self._paused:
-                raise RuntimeError("The rollout engine is paused; call resume() first: it samples in the caller's thread.")
+                raise RuntimeError(
+                    "The rollout engine is paused; call resume() first: it samples in the caller's thread."
+                )
             if self._in_flight:
-                raise RuntimeError("The rollout engine is sampling in another thread already; it takes one call at a time.")
+                raise RuntimeError(
+                    "The rollout engine is sampling in another thread already; it takes one call at a time."
+                )
             self._in_flight, self._aborted = True, False
         try:
             yield weight_version

@@ -125,7 +125,8 @@ class HFReferenceEngine(RolloutEngine):
             going = [
                 place
                 for place, row in enumerate(open_rows)
-                if length_at_stop(ids[row], decode=self.directory.decode, stop=sampling.stop, stop_token_ids=ends) is None
+                if length_at_stop(ids[row], decode=self.directory.decode, stop=sampling.stop, stop_token_ids=ends)
+                is None
             ]
             if not going:
                 break
@@ -136,7 +137,10 @@ class HFReferenceEngine(RolloutEngine):
         return [
             cut_at_stop(
                 SampledResponse(
-                    token_ids=ids[row], log_probs=log_probs[row], finish_reason=reasons[row], token_versions=versions[row]
+                    token_ids=ids[row],
+                    log_probs=log_probs[row],
+                    finish_reason=reasons[row],
+                    token_versions=versions[row],
                 ),
                 decode=self.directory.decode,
                 stop=sampling.stop,
@@ -147,7 +151,9 @@ class HFReferenceEngine(RolloutEngine):
 
     def _version_in_use(self) -> int:
         if self.weight_version is None:
-            raise RuntimeError("The weights became invalid while requests waited; abort() them before a failed push ends.")
+            raise RuntimeError(
+                "The weights became invalid while requests waited; abort() them before a failed push ends."
+            )
         return self.weight_version
 
     @torch.no_grad()

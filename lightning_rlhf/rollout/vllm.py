@@ -1,0 +1,395 @@
+"""vLLM inside the trainer's process: one engine per rank, weights replaced in place."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig, request_seed
+from lightning_rlhf.rollout.gate import SamplingGate
+from lightning_rlhf.rollout.model_directory import ModelDirectory
+from lightning_rlhf.rollout.responses import (
+    RolloutCounters,
+    SampledResponse,
+    cut_at_stop,
+    response_budget,
+    to_sequence,
+)
+from lightning_rlhf.rollout.vllm_process import (
+    default_group,
+    fenced_process,
+    guarded_groups,
+    import_vllm,
+    preserved_rng,
+)
+from lightning_rlhf.rollout.vllm_weights import load_in_place, read_own
+from lightning_rlhf.types import PromptBatch, Rollouts
+
+_T = TypeVar("_T")
+
+
+class VLLMEngine(RolloutEngine):
+    """One vLLM engine in this process, on one device.
+
+    Ranks of a process group each build their own, all at the same time: vLLM makes subgroups of the default group.
+    Build it after the strategy has set that group up. A process holds one engine at a time; shut it down before
+    building the next. What vLLM changes in the process is put back (`fenced_process`).
+
+    Args:
+        model: directory (or cached name) with config and tokenizer.
+        dtype: of weights, compute and cache. bfloat16 alone moves log-probs by up to some tenths.
+        max_model_len: limit on prompt and response together.
+        max_num_seqs: requests that are sampled side by side.
+        kv_cache_bytes: memory of the cache; at least one sequence of full length must fit.
+        enable_prefix_caching: share keys and values of equal beginnings, such as the prompt of a group.
+        load_format: ``dummy`` reads no checkpoint, since weights are pushed before anything is sampled.
+        logprobs_mode: ``processed_logprobs`` are those that a token is drawn from, at the sampling temperature.
+        seed: base of the engine's own seed. Requests carry their own (`request_seed`), so it decides no sample.
+        replica_index: which engine of the run this is; added to the seed, so that engine seeds differ.
+        engine_kwargs: more of vLLM's ``EngineArgs``; it refuses unknown ones.
+
+    Attributes:
+        counters: prompts skipped and samples dropped so far.
+        engine_seed: the engine's own seed.
+
+    Raises:
+        ImportError: without vLLM; names the extra to install.
+        RuntimeError: if this process has another engine.
+    """
+
+    _living: weakref.ref[VLLMEngine] | None = None
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        max_model_len: int,
+        kv_cache_bytes: int,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        max_num_seqs: int = 64,
+        enable_prefix_caching: bool = True,
+        load_format: str = "dummy",
+        logprobs_mode: str = "processed_logprobs",
+        seed: int = 0,
+        replica_index: int = 0,
+        engine_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        other = VLLMEngine._living() if VLLMEngine._living is not None else None
+        if other is not None:
+            raise RuntimeError(
+                "This process has a VLLMEngine already; shutdown() it before building another: vLLM keeps its parallel "
+                "state in module globals, and the end of one engine breaks the other."
+            )
+        self.directory = ModelDirectory.read(model)
+        self.max_model_len = max_model_len
+        self.counters = RolloutCounters()
+        self.engine_seed = seed + replica_index
+        self._names = self.directory.weight_names()
+        self._gate = SamplingGate()
+        self._serial = itertools.count()
+        arguments: dict[str, Any] = {
+            "model": self.directory.path,
+            "dtype": dtype,
+            "max_model_len": self._length_with_room_to_score(),
+            "max_num_seqs": max_num_seqs,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "enable_prefix_caching": enable_prefix_caching,
+            "load_format": load_format,
+            "logprobs_mode": logprobs_mode,
+            "seed": self.engine_seed,
+        }
+        defaults = {
+            "enforce_eager": True,
+            "distributed_executor_backend": "uni",
+            "disable_log_stats": True,
+            "generation_config": "vllm",  # no sampling default from the checkpoint: SamplingConfig is the only source
+        }
+        given = dict(engine_kwargs or {})
+        if twice := sorted(arguments.keys() & given.keys()):
+            raise ValueError(f"engine_kwargs repeats {twice}: these are arguments of VLLMEngine itself.")
+        with fenced_process():
+            import_vllm()
+            self._vllm: Any = _build({**defaults, **arguments, **given})
+            built_in = default_group()
+        # If the engine is dropped without shutdown(), vLLM's own finalizer would take the default group with it.
+        self._finalizer = weakref.finalize(self, _shut_down, self._vllm, built_in)
+        VLLMEngine._living = weakref.ref(self)
+
+    def _length_with_room_to_score(self) -> int:
+        """vLLM scores ids of a prompt only, and a prompt must leave room for one id more."""
+        longest = int(self.directory.config.get_text_config().max_position_embeddings)
+        if self.max_model_len > longest:
+            raise ValueError(f"max_model_len={self.max_model_len} exceeds the model's {longest} positions.")
+        return min(self.max_model_len + 1, longest)
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, rl_step: int) -> Rollouts:
+        """Draws ``sampling.n`` responses for each prompt, one request each; see `RolloutEngine.generate`.
+
+        With top-p, top-k or min-p the log-probs are those of the distribution that is left, as sampled. Greedy
+        log-probs (temperature 0) are those at temperature 1.
+        """
+        rows: list[tuple[int, int, _Request | None]] = []
+        with self._gate.requests(self.weight_version) as version:
+            for index, prompt in enumerate(prompts.prompt_token_ids):
+                budget = response_budget(
+                    len(prompt), max_model_len=self.max_model_len, max_new_tokens=sampling.max_new_tokens
+                )
+                self.counters.skipped_prompts += budget == 0
+                for sample in range(sampling.n):
+                    seed = request_seed(sampling.seed, rl_step=rl_step, uid=prompts.uids[index], sample_index=sample)
+                    request = self._request(prompt, sampling, seed=seed, budget=budget) if budget else None
+                    rows.append((index, sample, request))
+            self._sample([request for _, _, request in rows if request is not None])
+            sequences = [
+                to_sequence(
+                    prompts,
+                    index,
+                    sample_index=sample,
+                    response=None if request is None else self._cut(request, sampling),
+                    policy_version=version,
+                    vocab_size=self.directory.vocab_size,
+                    decode=self.directory.decode,
+                    counters=self.counters,
+                )
+                for index, sample, request in rows
+            ]
+        return Rollouts.from_sequences(sequences, temperature=sampling.temperature or 1.0)
+
+    def _request(self, prompt: Sequence[int], sampling: SamplingConfig, *, seed: int, budget: int) -> _Request:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=seed,
+            max_tokens=budget,
+            stop=list(sampling.stop),
+            stop_token_ids=sorted(self._ends(sampling)),
+            ignore_eos=True,  # EOS is one of the stop ids: one rule for all ends
+            logprobs=0,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.DELTA,
+        )
+        return _Request(request_id=f"request-{next(self._serial)}", prompt=list(prompt), params=params)
+
+    def _ends(self, sampling: SamplingConfig) -> set[int]:
+        return set(self.directory.end_token_ids) | set(sampling.stop_token_ids)
+
+    def _cut(self, request: _Request, sampling: SamplingConfig) -> SampledResponse:
+        return cut_at_stop(
+            request.response(),
+            decode=self.directory.decode,
+            stop=sampling.stop,
+            stop_token_ids=self._ends(sampling),
+        )
+
+    def _sample(self, requests: Sequence[_Request]) -> None:
+        """Steps vLLM until all requests are done or aborted; what an exception leaves behind is aborted as well."""
+        waiting = {request.request_id: request for request in requests}
+        try:
+            with preserved_rng():
+                for request in requests:
+                    self._vllm.add_request(request.request_id, {"prompt_token_ids": request.prompt}, request.params)
+                while waiting and self._gate.goes_on():
+                    with self._gate.step():
+                        outputs = self._vllm.step()
+                        version = self._version_in_use()
+                    for output in outputs:
+                        if waiting[output.request_id].take(output, version=version):
+                            del waiting[output.request_id]
+        finally:
+            if waiting:
+                self._vllm.abort_request(list(waiting))
+
+    def _version_in_use(self) -> int:
+        if self.weight_version is None:
+            raise RuntimeError(
+                "The weights became invalid while requests waited; abort() them before a failed push ends."
+            )
+        return self.weight_version
+
+    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """Log-prob of each id given those before it; see `RolloutEngine.score`.
+
+        All keys and values are computed afresh: vLLM reads no prefix cache for requests with prompt log-probs.
+
+        Raises:
+            ValueError: if a sequence is empty, or longer than the engine takes.
+        """
+        from vllm import SamplingParams
+
+        longest = self._length_with_room_to_score() - 1
+        for ids in token_ids:
+            if not 0 < len(ids) <= longest:
+                raise ValueError(f"Cannot score {len(ids)} ids: this engine takes 1 to {longest} in one sequence.")
+        requests = [
+            _Request(
+                request_id=f"request-{next(self._serial)}",
+                prompt=list(ids),
+                params=SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+            )
+            for ids in token_ids
+        ]
+        with self._gate.requests(self.weight_version), self._logits_divided_by(temperature):
+            self._sample(requests)
+        return [request.prompt_log_probs() for request in requests]
+
+    @contextmanager
+    def _logits_divided_by(self, temperature: float) -> Iterator[None]:
+        """Scales what the model computes, since vLLM reports prompt log-probs at temperature 1 only."""
+        if temperature == 1:
+            yield
+            return
+        if temperature <= 0:
+            raise ValueError(f"score needs a temperature above 0, got {temperature}.")
+        model = self._on_worker(lambda worker: worker.model_runner.model)
+        compute_logits = model.compute_logits
+        model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs).float() / temperature
+        try:
+            yield
+        finally:
+            del model.compute_logits
+
+    def _on_worker(self, call: Callable[[Any], _T]) -> _T:
+        if self._vllm is None:
+            raise RuntimeError("The rollout engine was shut down.")
+        result: _T = self._vllm.collective_rpc(call)[0]
+        return result
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces all weights in place; a push that fails leaves the engine without a version.
+
+        Raises:
+            ValueError: naming tensors that are unknown, of another shape, repeated or missing.
+            RuntimeError: if the weights are asleep.
+        """
+        if "weights" in self._gate.asleep:
+            raise RuntimeError("The engine's weights are asleep; wake_up(['weights']) before a push.")
+        complete = False
+        try:
+            self._on_worker(lambda worker: load_in_place(worker, named_tensors, self._names))
+            complete = True
+        finally:
+            if not complete:
+                self.weight_version = None
+
+    def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Copies of what vLLM holds under these names and layouts; on CPU norms, embedding and head (`read_own`)."""
+        return self._on_worker(lambda worker: read_own(worker, names, self._names))
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all keys and values; requests that wait in a pause compute theirs again.
+
+        Raises:
+            RuntimeError: if vLLM still holds blocks of the cache.
+        """
+        if not self._vllm.reset_prefix_cache(reset_running_requests=self._gate.in_flight):
+            raise RuntimeError("vLLM did not reset its prefix cache: some blocks are in use.")
+
+    def abort(self) -> None:
+        """Ends the requests in flight between two tokens; from another thread than ``generate``'s."""
+        self._gate.abort()
+
+    def pause(self) -> None:
+        """Stops sampling between two tokens; returns when no token is being computed."""
+        self._gate.pause()
+
+    def resume(self) -> None:
+        """Goes on."""
+        self._gate.resume()
+
+    def sleep(self, level: int = 1) -> None:
+        """Stops the engine until `wake_up`; level 2 also ends the validity of its weights.
+
+        No memory is given back: vLLM has no sleep mode on CPU, and on CUDA this engine does not use it yet. The states
+        are kept nevertheless, so that code written against them behaves the same everywhere.
+        """
+        self._gate.sleep(level)
+        self.reset_prefix_cache()
+        if level == 2:
+            self.weight_version = None
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Goes on after `sleep`; see there."""
+        self._gate.wake_up(tags)
+
+    def release_kv_cache(self) -> None:
+        """Forgets the cache's content; its memory stays with vLLM (see `sleep`)."""
+        self.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Ends vLLM and frees its memory; the default process group stays. A second call does nothing."""
+        self.weight_version = None
+        self._vllm = None
+        self._finalizer()
+        VLLMEngine._living = None
+        gc.collect()
+
+
+@dataclass(kw_only=True)
+class _Request:
+    """A request on its way through vLLM, and what came out so far."""
+
+    request_id: str
+    prompt: list[int]
+    params: Any
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
+    finish_reason: str = "abort"
+    prompt_scores: list[Any] | None = None
+
+    def take(self, output: Any, *, version: int) -> bool:
+        """Adds what vLLM's ``RequestOutput`` brings; True when the request is done."""
+        if not output.outputs:
+            raise RuntimeError(f"vLLM returned no output for {self.request_id}; expected one response to each request.")
+        completion = output.outputs[0]
+        self.prompt_scores = output.prompt_logprobs or self.prompt_scores
+        if completion.logprobs is not None:
+            self.log_probs += [
+                float(scores[token].logprob)
+                for token, scores in zip(completion.token_ids, completion.logprobs, strict=True)
+            ]
+        self.token_ids += completion.token_ids
+        self.token_versions += [version] * len(completion.token_ids)
+        if completion.finish_reason is not None:
+            self.finish_reason = completion.finish_reason
+        return bool(output.finished)
+
+    def response(self) -> SampledResponse:
+        return SampledResponse(
+            token_ids=self.token_ids,
+            log_probs=self.log_probs,
+            finish_reason=self.finish_reason,
+            token_versions=self.token_versions,
+        )
+
+    def prompt_log_probs(self) -> list[float]:
+        if self.prompt_scores is None or len(self.prompt_scores) != len(self.prompt):
+            raise RuntimeError(f"vLLM did not score all {len(self.prompt)} ids of {self.request_id}; was it aborted?")
+        pairs = zip(self.prompt[1:], self.prompt_scores[1:], strict=True)
+        return [0.0, *(float(scores[token].logprob) for token, scores in pairs)]
+
+
+def _build(arguments: Mapping[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _shut_down(vllm_engine: Any, built_in: dist.ProcessGroup | None) -> None:
+    with guarded_groups(built_in):
+        vllm_engine.engine_core.shutdown()

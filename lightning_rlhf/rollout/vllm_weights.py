@@ -1,0 +1,99 @@
+"""Replacing the weights of a vLLM model in place, and reading them back.
+
+A plain ``model.load_weights`` fails on CPU, where linear weights are packed and the original freed. vLLM's layerwise
+reload gives each layer an unpacked shadow, fills it, packs it into the storage in use. Four things it leaves to us:
+
+1. the tied head on CPU has a packed copy of its own, which goes stale silently: it is packed again;
+2. layers that get part of their tensors (q_proj without k_proj) are filled up with garbage: a push must be whole;
+3. a tensor that waits for the others of its fused layer is kept by reference: it is copied, since a transport's buffer
+   may be written again by then;
+4. the prefix cache stays: the manager of the push resets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_rlhf.rollout.model_directory import WeightNames
+
+
+def load_in_place(worker: Any, named_tensors: Iterable[tuple[str, Tensor]], names: WeightNames) -> None:
+    """Loads a whole push into the worker's model.
+
+    At most one tensor is held beside vLLM's own copies and the fused layers that are incomplete.
+
+    Args:
+        worker: vLLM's worker, in this process.
+        named_tensors: Hugging Face names and full tensors, in any order and dtype; vLLM casts to what each layer keeps.
+        names: those that a push must bring.
+
+    Raises:
+        ValueError: naming tensors that are unknown, of another shape, repeated or missing. The model then holds a
+            mixture and must not be used; a later whole push repairs it.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    model, model_config = worker.model_runner.model, worker.model_runner.model_config
+    initialize_layerwise_reload(model)
+    try:
+        targets = {name: parameter for name, parameter in model.named_parameters() if name not in names.aliases}
+        at_once = _loaded_at_once(targets)
+        loaded = model.load_weights(_safe_to_keep(names.check(named_tensors), at_once, targets))
+        forgotten = sorted(set(targets) - set(loaded))
+        if forgotten:
+            raise ValueError(f"Weight push: vLLM filled all but {forgotten[:8]} of its own parameters.")
+    finally:
+        finalize_layerwise_reload(model, model_config)
+        _pack_head_again(model, names)
+
+
+def _loaded_at_once(targets: dict[str, nn.Parameter]) -> set[str]:
+    """Parameters that are alone in their layer: vLLM copies such a tensor before it asks for the next one."""
+    layers = [name.rpartition(".")[0] for name in targets]
+    return {name for name, layer in zip(targets, layers, strict=True) if layers.count(layer) == 1}
+
+
+def _safe_to_keep(
+    named_tensors: Iterable[tuple[str, Tensor]], at_once: set[str], targets: dict[str, nn.Parameter]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in named_tensors:
+        value = tensor.detach()
+        # A padded parameter counts as incomplete until the push ends, so its tensor is kept as well.
+        yield name, value if name in at_once and targets[name].shape == value.shape else value.clone()
+
+
+def _pack_head_again(model: nn.Module, names: WeightNames) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and "lm_head.weight" in names.aliases:
+        head: Any = model.get_submodule("lm_head")
+        head.quant_method.process_weights_after_loading(head)
+
+
+def read_own(worker: Any, wanted: Sequence[str], names: WeightNames) -> dict[str, Tensor]:
+    """Copies of parameters that vLLM holds under the Hugging Face name and layout.
+
+    On CPU those are norms, embedding and head: linear layers exist only packed. With CUDA, o_proj and down_proj, too;
+    q/k/v and gate/up are one fused parameter each.
+
+    Args:
+        worker: vLLM's worker, in this process.
+        wanted: Hugging Face names.
+        names: the model's names, for shapes and ties.
+
+    Returns:
+        By name; a padded vocabulary is cut to the model's.
+    """
+    held = dict(worker.model_runner.model.named_parameters(remove_duplicate=False))
+    found: dict[str, Tensor] = {}
+    for name in wanted:
+        shape = names.shapes.get(names.aliases.get(name, name))
+        own = held.get(name)
+        if shape is None or own is None or own.ndim != len(shape):
+            continue
+        if own.shape[1:] == shape[1:] and own.shape[0] >= shape[0]:
+            found[name] = own.detach()[: shape[0]].clone()
+    return found
