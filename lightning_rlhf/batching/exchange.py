@@ -21,7 +21,7 @@ def all_gather_bytes(payload: bytes, *, group: dist.ProcessGroup | None, device:
     dist.all_gather(sizes, size, group=group)
     longest = max(int(s) for s in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    padded[: len(payload)] = torch.tensor(list(payload), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(gathered, padded, group=group)
     return [bytes(part[: int(s)].cpu().numpy()) for part, s in zip(gathered, sizes, strict=True)]
