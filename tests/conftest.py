@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,7 +14,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_rlhf.cli import prepare_smollm2
+
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that are marked gpu on a machine without CUDA."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def smollm2(pytestconfig: pytest.Config) -> Path:
+    """The directory of SmolLM2-135M-Instruct, fp32, which `make train` shares; converted if it is not there."""
+    path = pytestconfig.rootpath / "models" / "SmolLM2-135M-Instruct"
+    prepare_smollm2.prepare(path)
+    return path
 
 
 @pytest.fixture(autouse=True)
