@@ -1,0 +1,162 @@
+"""An engine's state in a folder: tensors by torch.distributed.checkpoint, numbers in a file that holds no code.
+
+Tensors are stored under ``model.<hf name>`` and ``optimizer.<hf name>.<key>``, sharded tensors as shards with their
+global shapes, so any number of ranks can read what any other number wrote.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+NUMBERS_FILE = "numbers.pt"
+"""Hyper-parameters of the optimizer's groups and the state of the schedule."""
+
+
+def save(
+    path: Path, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None, *, distributed: bool
+) -> None:
+    """Writes the state into the folder ``path``. Collective if ``distributed``.
+
+    Args:
+        path: the folder; made if absent.
+        model: has the parameters under Hugging Face names.
+        optimizer: of the model's parameters, or None.
+        lr_scheduler: of the optimizer, or None.
+        distributed: whether all ranks of the default process group take part.
+
+    Raises:
+        ValueError: if the schedule or a parameter group holds anything but plain numbers, strings and containers.
+    """
+    numbers = io.BytesIO()
+    torch.save(_numbers(optimizer, lr_scheduler), numbers)
+    _check_loads(numbers)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {f"model.{name}": value for name, value in _model_tensors(model).items()}
+    names = _parameter_names(model)
+    if optimizer is not None:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                tensors[f"optimizer.{names[parameter]}.{key}"] = torch.as_tensor(value)
+    dcp_save(tensors, checkpoint_id=path, no_dist=not distributed)
+    if not distributed or dist.get_rank() == 0:
+        (path / NUMBERS_FILE).write_bytes(numbers.getvalue())
+    if distributed:
+        dist.barrier()
+
+
+def load(
+    path: Path, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None, *, distributed: bool
+) -> None:
+    """Reads what ``save`` wrote, into the given objects. Collective if ``distributed``.
+
+    Args:
+        path: the folder.
+        model: as at ``save``, on any number of ranks.
+        optimizer: of the same kind, with the same groups.
+        lr_scheduler: of the same kind, or None.
+        distributed: whether all ranks of the default process group take part.
+
+    Raises:
+        ValueError: if the checkpoint has no optimizer or schedule where there is one, or other parameter groups.
+    """
+    numbers = torch.load(path / NUMBERS_FILE, weights_only=True, map_location="cpu")
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {f"model.{name}": value for name, value in _model_tensors(model).items()}
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    if optimizer is not None:
+        states = _empty_states(optimizer, _parameter_names(model), stored)
+        for parameter, name in _parameter_names(model).items():
+            for key, value in states.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = value
+    dcp_load(tensors, checkpoint_id=path, no_dist=not distributed)
+    if optimizer is not None:
+        _restore_optimizer(optimizer, states, numbers["param_groups"])
+    if lr_scheduler is not None:
+        if numbers["lr_scheduler"] is None:
+            raise ValueError(f"The checkpoint {path} has no learning-rate schedule; it was saved without one.")
+        lr_scheduler.load_state_dict(numbers["lr_scheduler"])
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, each once: a tied weight under its first name."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            found[name] = value.detach()
+    return found
+
+
+def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _numbers(optimizer: Optimizer | None, lr_scheduler: LRScheduler | None) -> dict[str, Any]:
+    groups = None
+    if optimizer is not None:
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"param_groups": groups, "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict()}
+
+
+def _check_loads(numbers: io.BytesIO) -> None:
+    numbers.seek(0)
+    try:
+        torch.load(numbers, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "The learning-rate schedule or a parameter group holds an object that cannot be loaded without running its "
+            "code. Use a schedule whose state_dict() is plain numbers (functions, not callable objects, in LambdaLR)."
+        ) from error
+
+
+def _empty_states(
+    optimizer: Optimizer, names: dict[Tensor, str], stored: dict[str, Any]
+) -> dict[Tensor, dict[str, Tensor]]:
+    """For each trained parameter the tensors that the checkpoint has for it, laid out as on this rank, to be filled."""
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            prefix = f"optimizer.{names[parameter]}."
+            keys = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
+            for key in sorted(key for key in keys if "." not in key):
+                entry = stored[prefix + key]
+                if not isinstance(entry, TensorStorageMetadata):
+                    raise ValueError(f"{prefix}{key} is not a tensor in this checkpoint.")
+                dtype = entry.properties.dtype
+                like_parameter = entry.size == parameter.shape
+                value = (
+                    torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                    if like_parameter
+                    else torch.empty(entry.size, dtype=dtype)
+                )
+                states.setdefault(parameter, {})[key] = value
+    return states
+
+
+def _restore_optimizer(
+    optimizer: Optimizer, states: dict[Tensor, dict[str, Tensor]], groups: list[dict[str, Any]] | None
+) -> None:
+    if groups is None or len(groups) != len(optimizer.param_groups):
+        saved = "no optimizer" if groups is None else f"{len(groups)} parameter group(s)"
+        raise ValueError(
+            f"The checkpoint has {saved}, this optimizer has {len(optimizer.param_groups)} group(s). Build the "
+            f"optimizer as it was built for the run that saved it."
+        )
+    optimizer.state.clear()
+    optimizer.state.update(states)
+    for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
+        group.update(saved_group)

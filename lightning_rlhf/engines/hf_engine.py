@@ -1,0 +1,311 @@
+"""What the engines for Hugging Face models share: the micro-batch loop, the step, inference and export."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from lightning_rlhf.batching.micro_batch import plan_micro_batches
+from lightning_rlhf.contracts.engine import BaseEngine, LossFunction, OptimizerStepResult
+from lightning_rlhf.engines import checkpoint
+from lightning_rlhf.engines.hf_model import PackedCausalLM, load_causal_lm
+from lightning_rlhf.metrics import Metric, merge_metrics
+from lightning_rlhf.types import Experience, ModelOutputs
+
+_CANNOT_PLAN = 2**40
+"""Sent in place of a number of micro-batches by a rank that must raise, so that no other waits for it."""
+
+
+class HFEngine(BaseEngine):
+    """Trains a causal language model of transformers on packed micro-batches.
+
+    ``module`` is a ``PackedCausalLM``; the model itself is ``causal_lm``. A subclass places parameters on ranks and
+    sees to it that ``forward_backward_batch`` leaves gradients summed, not averaged, over data-parallel ranks.
+    """
+
+    @abstractmethod
+    def place(self, model: PackedCausalLM) -> None:
+        """Puts parameters where they train, in place. Called once, before the optimizer is built. Collective."""
+
+    @abstractmethod
+    def set_gradient_sync(self, sync: bool) -> None:
+        """Whether the next backward sums gradients over ranks; without, they add up locally."""
+
+    def finish_gradients(self) -> None:
+        """Called after the last backward of a mini-batch. Collective."""
+
+    # --- building -----------------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Loads the model, places it, builds optimizer and schedule. Collective."""
+        trained = self.config.optimizer is not None
+        causal_lm = load_causal_lm(
+            self.config.model, trained=trained, gradient_checkpointing=self.config.gradient_checkpointing
+        )
+        model = PackedCausalLM(causal_lm, logits_chunk_size=self.config.logits_chunk_size)
+        model.check()
+        self.place(model)
+        self.module = model.train(trained)
+        if self.config.optimizer is not None:
+            self.optimizer = self.config.optimizer(self.module.parameters())
+            if self.config.lr_schedule is not None:
+                self.lr_scheduler = self.config.lr_schedule(self.optimizer)
+
+    @property
+    def packed(self) -> PackedCausalLM:
+        """The packed model, sharded or not.
+
+        Raises:
+            RuntimeError: before ``initialize``.
+        """
+        if not isinstance(self.module, PackedCausalLM):
+            raise RuntimeError(f"{type(self).__name__} has no model yet: call initialize() first.")
+        return self.module
+
+    @property
+    def causal_lm(self) -> nn.Module:
+        """The Hugging Face model, whose parameters have Hugging Face names."""
+        causal_lm: nn.Module = self.packed.causal_lm
+        return causal_lm
+
+    # --- modes --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        """Training mode, with gradients; parameters, gradients and optimizer state on the device."""
+        self.to(self.device)
+        was_training = self.packed.training
+        self.packed.train()
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            self.packed.train(was_training)
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Evaluation mode, without gradients; parameters on the device.
+
+        Not ``inference_mode``: FSDP2 cannot train after a forward inside it.
+        """
+        self.to(self.device, optimizer=False)
+        was_training = self.packed.training
+        self.packed.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.packed.train(was_training)
+
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        self.packed.zero_grad(set_to_none=True)
+
+    # --- micro-batches ------------------------------------------------------------------------------------------
+
+    def forward_backward_batch(
+        self, data: Experience, loss_function: LossFunction, *, forward_only: bool = False
+    ) -> dict[str, Metric]:
+        """Runs all micro-batches of this rank's share of a mini-batch; see ``BaseEngine``. Collective.
+
+        Outputs have log-probs and entropies where ``response_mask``, 0 elsewhere. ``loss_function`` is called for empty
+        micro-batches as well, so that every rank has every metric.
+
+        Raises:
+            ValueError: if ``data`` has no ``loss_weights``, or a sequence is longer than a micro-batch may be.
+            RuntimeError: if another rank cannot cut its share.
+        """
+        plan = self._plan(data, refused=None if data.loss_weights is not None else _NO_LOSS_WEIGHTS)
+        data = data.to(self.device)
+        parts: list[dict[str, Metric]] = []
+        for index, rows in enumerate(plan):
+            micro_batch = data.select(rows)
+            if forward_only:
+                with torch.no_grad():
+                    loss, metrics = self._loss(micro_batch, loss_function)
+            else:
+                self.set_gradient_sync(index == len(plan) - 1)
+                loss, metrics = self._loss(micro_batch, loss_function)
+                loss.backward()
+            parts.append({**metrics, "loss": Metric.sum(loss)})
+        if not forward_only:
+            self.finish_gradients()
+        return merge_metrics(parts)
+
+    def _loss(self, micro_batch: Experience, loss_function: LossFunction) -> tuple[Tensor, dict[str, Metric]]:
+        outputs = self._forward(micro_batch, entropy=True)
+        result = loss_function(outputs, micro_batch)
+        if result.terms.shape != micro_batch.tokens.shape:
+            raise ValueError(
+                f"The loss function must give one term per token, [{micro_batch.num_tokens}], got "
+                f"{tuple(result.terms.shape)}. Leave masking and averaging to loss_weights."
+            )
+        weights = micro_batch.loss_weights
+        log_probs = outputs.log_probs
+        if weights is None or log_probs is None:
+            raise ValueError(_NO_LOSS_WEIGHTS)
+        # The sum over no element is 0 and still leads back through every layer: also a micro-batch without rows, or a
+        # loss that reads no log-prob, takes part in the collectives of the backward.
+        return (result.terms * weights).sum() + log_probs[:0].sum(), result.metrics
+
+    def infer_batch(self, data: Experience, *, entropy: bool = False) -> ModelOutputs:
+        """Forward without gradients over this rank's rows, outputs in the caller's order. Collective.
+
+        Args:
+            data: this rank's rows; may hold none.
+            entropy: also entropies.
+
+        Returns:
+            Log-probs (and entropies) ``[num_tokens]`` where ``response_mask``, 0 elsewhere, on the engine's device.
+
+        Raises:
+            ValueError: if a sequence is longer than a micro-batch may be.
+            RuntimeError: if another rank cannot cut its share.
+        """
+        plan = self._plan(data)
+        data = data.to(self.device)
+        log_probs = torch.zeros(data.num_tokens, device=self.device)
+        entropies = torch.zeros(data.num_tokens, device=self.device) if entropy else None
+        with self.eval_mode():
+            for rows in plan:
+                outputs = self._forward(data.select(rows), entropy=entropy)
+                places = _token_places(data.cu_seqlens, rows)
+                for target, values in ((log_probs, outputs.log_probs), (entropies, outputs.entropy)):
+                    if target is not None and values is not None:
+                        target[places] = values
+        return ModelOutputs(log_probs=log_probs, entropy=entropies)
+
+    def _forward(self, micro_batch: Experience, *, entropy: bool) -> ModelOutputs:
+        tokens, cu_seqlens, mask = micro_batch.tokens, micro_batch.cu_seqlens, micro_batch.response_mask
+        num_tokens = micro_batch.num_tokens
+        if num_tokens == 0:  # one token that nobody reads, so that this rank joins the others' collectives
+            tokens, mask = tokens.new_zeros(1), mask.new_zeros(1)
+            cu_seqlens = torch.tensor([0, 1], device=self.device)
+        with self.autocast():
+            log_probs, entropies = self.packed(tokens, cu_seqlens, mask, micro_batch.temperature, entropy)
+        return ModelOutputs(
+            log_probs=log_probs[:num_tokens], entropy=None if entropies is None else entropies[:num_tokens]
+        )
+
+    def autocast(self) -> torch.autocast:
+        """Context of a forward; a back end that casts parameters itself leaves it off."""
+        return torch.autocast(self.device.type, enabled=False)
+
+    def _plan(self, data: Experience, *, refused: str | None = None) -> list[list[int]]:
+        """Cuts this rank's rows, and agrees with the others on the number of micro-batches. Collective."""
+        own: ValueError | None = None if refused is None else ValueError(refused)
+        lengths = data.lengths.tolist()
+        limits = {
+            "micro_batch_size": self.config.micro_batch_size,
+            "max_tokens": self.config.max_tokens_per_micro_batch,
+        }
+        hidden_size = self.packed.hidden_size
+        number = _CANNOT_PLAN
+        if own is None:
+            try:
+                number = max(len(plan_micro_batches(lengths, **limits, hidden_size=hidden_size)), 1)
+            except ValueError as error:
+                own = error
+        if self.data_parallel_size > 1:
+            agreed = torch.tensor(number, device=self.device)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.data_parallel_group)
+            number = int(agreed)
+        if own is not None:
+            raise own
+        if number == _CANNOT_PLAN:
+            raise RuntimeError("Another data-parallel rank cannot cut its share into micro-batches; see its error.")
+        return plan_micro_batches(lengths, **limits, num_micro_batches=number, hidden_size=hidden_size)
+
+    # --- the step -----------------------------------------------------------------------------------------------
+
+    def optimizer_step(self) -> OptimizerStepResult:
+        """Clips, steps optimizer and schedule, and returns the global gradient norm. Collective.
+
+        With a norm that is not finite nothing moves: neither parameters, nor moments, nor the learning rate.
+
+        Raises:
+            RuntimeError: if the engine has no optimizer.
+        """
+        if self.optimizer is None:
+            raise RuntimeError(f"The {self.config.role} engine has no optimizer; its config names none.")
+        parameters = [parameter for parameter in self.packed.parameters() if parameter.grad is not None]
+        total = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        norm = total.full_tensor() if isinstance(total, DTensor) else total
+        stepped = bool(norm.isfinite())
+        if stepped:
+            if self.config.max_grad_norm is not None:
+                clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+            self.optimizer.step()
+            self.lr_scheduler_step()
+        self.last_step = OptimizerStepResult(grad_norm=float(norm), stepped=stepped)
+        return self.last_step
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields ``(hf_name, full tensor)``, one at a time, detached, in the model's order. Collective.
+
+        A head tied to the embedding has no entry of its own. Every rank must drain the generator: a consumer that
+        fails on one rank goes on drawing, or the others wait for it in a gather.
+        """
+        for name, parameter in self.causal_lm.named_parameters():
+            detached = parameter.detach()
+            yield name, detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes parameters, optimizer state and schedule into the folder ``path``. Collective."""
+        checkpoint.save(
+            path, self.causal_lm, self.optimizer, self.lr_scheduler, distributed=self.data_parallel_group is not None
+        )
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Reads what ``save_checkpoint`` wrote, also on another number of ranks. Collective."""
+        checkpoint.load(
+            path, self.causal_lm, self.optimizer, self.lr_scheduler, distributed=self.data_parallel_group is not None
+        )
+
+    def to(self, device: torch.device, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Moves the named parts between device and host memory.
+
+        PyTorch keeps a gradient where its parameter is, so gradients move with the model; ``grad`` by itself moves
+        nothing.
+
+        Raises:
+            ValueError: if only one of model and gradients is to move while there are gradients.
+        """
+        here = next(self.packed.parameters()).device
+        if model and here != device:
+            if not grad and any(parameter.grad is not None for parameter in self.packed.parameters()):
+                raise ValueError(
+                    "Parameters cannot leave without their gradients: call zero_grad() first, or grad=True."
+                )
+            self.packed.to(device)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for key, value in state.items():
+                    # a step counter is kept on the host by PyTorch's optimizers
+                    if isinstance(value, Tensor) and value.ndim and value.device != device:
+                        state[key] = value.to(device)
+
+
+_NO_LOSS_WEIGHTS = (
+    "The experience has no loss_weights, so the loss has no denominator. Set one weight per token, from the "
+    "mini-batch's global counts, before forward_backward_batch."
+)
+
+
+def _token_places(cu_seqlens: Tensor, rows: Iterable[int]) -> Tensor:
+    """``[tokens of rows]``: where the tokens of ``batch.select(rows)`` stand in ``batch``."""
+    index = torch.as_tensor(list(rows), dtype=torch.int64, device=cu_seqlens.device)
+    lengths = cu_seqlens.diff()[index]
+    starts = lengths.cumsum(0) - lengths
+    shift = torch.repeat_interleave(cu_seqlens[:-1][index] - starts, lengths)
+    return torch.arange(len(shift), device=shift.device) + shift

@@ -1,0 +1,155 @@
+"""A Hugging Face causal language model over packed sequences: hidden states, and the head only where it is asked."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightning_rlhf.algorithms.log_probs import token_log_probs
+from lightning_rlhf.engines.packed_attention import PACKED_ATTENTION, PackedLayout
+
+
+def load_causal_lm(model: str | Path | nn.Module, *, trained: bool, gradient_checkpointing: bool) -> PreTrainedModel:
+    """The model of one engine, on the CPU or where the given module is, in fp32.
+
+    A module is taken as it is when it trains, and copied when it does not: a frozen reference made from the actor's
+    module must not move with it.
+
+    Args:
+        model: a Hugging Face directory or id, or a causal language model of transformers.
+        trained: whether parameters get gradients.
+        gradient_checkpointing: recompute each layer's activations in the backward.
+
+    Raises:
+        TypeError: for a module that is not transformers'.
+        ValueError: for a module that another engine has sharded.
+    """
+    if isinstance(model, nn.Module):
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(
+                f"model must be a directory, an id or a causal language model of transformers, got "
+                f"{type(model).__name__}: this engine reads its hidden states and head apart."
+            )
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} is sharded by another engine already. Give each engine its own model: a path, "
+                f"or copy.deepcopy(model) made before training."
+            )
+        loaded = model if trained else copy.deepcopy(model)
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32)
+    loaded = loaded.float().requires_grad_(trained)
+    loaded.set_attn_implementation(PACKED_ATTENTION)
+    if gradient_checkpointing:
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return loaded
+
+
+class PackedCausalLM(nn.Module):
+    """Log-probs and entropies of packed sequences.
+
+    One module with one ``forward``, so that sharding hooks at its root see every use of embedding and head.
+
+    Args:
+        causal_lm: the model, see ``load_causal_lm``.
+        logits_chunk_size: tokens whose logits are held at a time.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, *, logits_chunk_size: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.logits_chunk_size = logits_chunk_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the hidden states."""
+        return int(self.causal_lm.config.get_text_config().hidden_size)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Computes what the packed forward takes for granted, on four tokens, before anything is sharded.
+
+        Raises:
+            ValueError: if packed sequences touch each other (a recurrent or convolutional layer), or if the head does
+                more than one matrix product (a bias, a scale, a soft cap).
+        """
+        device = self.causal_lm.device
+        tokens = torch.tensor([0, 1, 0, 1], device=device)
+        layout = PackedLayout(torch.tensor([0, 2, 4], device=device))
+        was_training = self.training
+        self.eval()
+        states = self._states(tokens, layout)
+        own = self.causal_lm(
+            input_ids=tokens[None], position_ids=layout.position_ids[None], use_cache=False, packed_layout=layout
+        ).logits[0]
+        self.train(was_training)
+        name = type(self.causal_lm).__name__
+        if not torch.allclose(states[:2], states[2:], rtol=1e-4, atol=1e-4):
+            raise ValueError(
+                f"{name} cannot train on packed sequences: of two equal ones the second comes out different, so some "
+                f"layer mixes neighbours. Use a model whose tokens meet in attention alone."
+            )
+        if not torch.allclose(own, states @ self._head_weight.t(), rtol=1e-4, atol=1e-3):
+            raise ValueError(
+                f"{name}'s logits are not its last hidden states times the head's weight (is there a bias, a scale or "
+                f"a soft cap?). Chunked log-probs compute that product alone; use a model with a plain head."
+            )
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order: the units of sharding."""
+        names: Any = self.causal_lm._no_split_modules or ()
+        return [module for module in self.causal_lm.modules() if type(module).__name__ in names]
+
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor, score_mask: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores the tokens that ``score_mask`` marks.
+
+        The head is by far the largest matrix of a small model: rows that nobody reads are not put through it.
+
+        Args:
+            tokens: ``[num_tokens]`` int64, at least one.
+            cu_seqlens: ``[B+1]`` int64.
+            score_mask: ``[num_tokens]`` bool, tokens whose log-probs are read.
+            temperature: logits are divided by it.
+            entropy: also entropies.
+
+        Returns:
+            Log-probs and entropies ``[num_tokens]`` fp32, at the token that they describe; 0 off the mask and at each
+            sequence's first token, which nothing predicts.
+        """
+        layout = PackedLayout(cu_seqlens)
+        states = self._states(tokens, layout)
+        scored = torch.nonzero(score_mask & (layout.position_ids > 0)).squeeze(-1)
+        # the state at the token before predicts a token
+        log_probs, entropies = token_log_probs(
+            states[scored - 1],
+            self._head_weight,
+            tokens[scored],
+            temperature=temperature,
+            chunk_size=self.logits_chunk_size,
+            entropy=entropy,
+        )
+
+        def at_tokens(values: Tensor) -> Tensor:
+            return values.new_zeros(len(tokens)).index_copy(0, scored, values)
+
+        return at_tokens(log_probs), None if entropies is None else at_tokens(entropies)
+
+    def _states(self, tokens: Tensor, layout: PackedLayout) -> Tensor:
+        states: Tensor = self.causal_lm.base_model(
+            input_ids=tokens[None], position_ids=layout.position_ids[None], use_cache=False, packed_layout=layout
+        ).last_hidden_state[0]
+        return states
+
+    @property
+    def _head_weight(self) -> Tensor:
+        head: Any = self.causal_lm.get_output_embeddings()
+        weight: Tensor = head.weight
+        return weight
