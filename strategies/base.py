@@ -182,6 +182,12 @@ class RLStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            # a launcher such as torchrun has the last word on the world size; never train on fewer ranks in silence
+            if self.world_size != self.num_nodes * self.num_processes:
+                raise ValueError(
+                    f"The launcher started {self.world_size} process(es), but Trainer(devices={self.num_processes}, "
+                    f"num_nodes={self.num_nodes}) asks for {self.num_nodes * self.num_processes}; make them equal."
+                )
         rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
 
     @override
