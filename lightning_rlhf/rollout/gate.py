@@ -50,17 +50,13 @@ class SamplingGate:
                 raise RuntimeError(f"The rollout engine sleeps ({', '.join(self.asleep)}); call wake_up() first.")
             if weight_version is None:
                 raise RuntimeError(
-                    "The rollout engine has no valid weights: none were pushed, a push failed half-way, or a deep sleep "
-                    "dropped them. Push weights (load_weights, then weight_version) before sampling."
+                    "The rollout engine has no valid weights: none were pushed, a push failed half-way, or a deep "
+                    "sleep dropped them. Push weights (load_weights, then weight_version) before sampling."
                 )
             if self._paused:
-                raise RuntimeError(
-                    "The rollout engine is paused; call resume() first: it samples in the caller's thread."
-                )
+                raise RuntimeError("The rollout engine is paused; resume() first: it samples in the caller's thread.")
             if self._in_flight:
-                raise RuntimeError(
-                    "The rollout engine is sampling in another thread already; it takes one call at a time."
-                )
+                raise RuntimeError("The rollout engine samples in another thread; it takes one call at a time.")
             self._in_flight, self._aborted = True, False
         try:
             yield weight_version

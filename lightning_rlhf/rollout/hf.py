@@ -15,7 +15,6 @@ from lightning_rlhf.rollout.model_directory import ModelDirectory, weight_names_
 from lightning_rlhf.rollout.responses import (
     RolloutCounters,
     SampledResponse,
-    cut_at_stop,
     length_at_stop,
     response_budget,
     to_sequence,
@@ -54,6 +53,7 @@ class HFReferenceEngine(RolloutEngine):
         self.counters = RolloutCounters()
         self._device = torch.device(device)
         self._gate = SamplingGate()
+        self._resets = 0
         with torch.random.fork_rng():  # the initialisation that a push replaces must not move the trainer's RNG
             network = AutoModelForCausalLM.from_config(self.directory.config, dtype=dtype)
         self._names = weight_names_of(network)
@@ -95,65 +95,54 @@ class HFReferenceEngine(RolloutEngine):
     def _sample_group(
         self, prompt: Sequence[int], sampling: SamplingConfig, *, seeds: Sequence[int], budget: int
     ) -> list[SampledResponse]:
+        """The samples of one prompt; those that are open have equal lengths, so that nothing needs padding."""
         ends = self.directory.end_token_ids | set(sampling.stop_token_ids)
         generators = [torch.Generator(self._device).manual_seed(seed) for seed in seeds]
-        ids: list[list[int]] = [[] for _ in seeds]
-        log_probs: list[list[float]] = [[] for _ in seeds]
-        versions: list[list[int]] = [[] for _ in seeds]
-        reasons = ["length"] * len(seeds)
-        open_rows = list(range(len(seeds)))
-        inputs = torch.tensor([list(prompt)] * len(seeds), device=self._device)
-        cache = None
+        responses = [
+            SampledResponse(token_ids=[], log_probs=[], finish_reason="length", token_versions=[]) for _ in seeds
+        ]
+        open_rows, cache, resets = list(range(len(seeds))), None, self._resets
         for _ in range(budget):
             if not self._gate.goes_on():
                 for row in open_rows:
-                    reasons[row] = "abort"
+                    responses[row].finish_reason = "abort"
                 break
+            if cache is None or resets != self._resets:
+                cache, resets = None, self._resets
+                inputs = [[*prompt, *responses[row].token_ids] for row in open_rows]
+            else:
+                inputs = [responses[row].token_ids[-1:] for row in open_rows]
             with self._gate.step():
-                output = self._model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                output = self._model(
+                    torch.tensor(inputs, device=self._device), past_key_values=cache, use_cache=True, logits_to_keep=1
+                )
                 version = self._version_in_use()
             cache = output.past_key_values
             scores = sampling_log_probs(output.logits[:, -1], sampling)
-            drawn = [
-                _draw(scores[place], generators[row], greedy=sampling.temperature == 0)
-                for place, row in enumerate(open_rows)
-            ]
+            going = []
             for place, row in enumerate(open_rows):
-                ids[row].append(drawn[place])
-                log_probs[row].append(float(scores[place, drawn[place]]))
-                versions[row].append(version)
-            going = [
-                place
-                for place, row in enumerate(open_rows)
-                if length_at_stop(ids[row], decode=self.directory.decode, stop=sampling.stop, stop_token_ids=ends)
-                is None
-            ]
+                token = _draw(scores[place], generators[row], greedy=sampling.temperature == 0)
+                response = responses[row]
+                response.token_ids.append(token)
+                response.log_probs.append(float(scores[place, token]))
+                response.token_versions.append(version)
+                length = length_at_stop(
+                    response.token_ids, decode=self.directory.decode, stop=sampling.stop, stop_token_ids=ends
+                )
+                if length is None:
+                    going.append(place)
+                else:
+                    response.finish_reason = "stop"
             if not going:
                 break
             if len(going) < len(open_rows):
                 cache.batch_select_indices(torch.tensor(going, device=self._device))
             open_rows = [open_rows[place] for place in going]
-            inputs = torch.tensor([[drawn[place]] for place in going], device=self._device)
-        return [
-            cut_at_stop(
-                SampledResponse(
-                    token_ids=ids[row],
-                    log_probs=log_probs[row],
-                    finish_reason=reasons[row],
-                    token_versions=versions[row],
-                ),
-                decode=self.directory.decode,
-                stop=sampling.stop,
-                stop_token_ids=ends,
-            )
-            for row in range(len(seeds))
-        ]
+        return responses
 
     def _version_in_use(self) -> int:
         if self.weight_version is None:
-            raise RuntimeError(
-                "The weights became invalid while requests waited; abort() them before a failed push ends."
-            )
+            raise RuntimeError("The weights became invalid while requests waited: a push failed. Abort them first.")
         return self.weight_version
 
     @torch.no_grad()
@@ -194,7 +183,8 @@ class HFReferenceEngine(RolloutEngine):
         return {name: own[name].detach().clone() for name in names if name in own}
 
     def reset_prefix_cache(self) -> None:
-        """Nothing to forget: keys and values live no longer than their group's samples."""
+        """Has requests that wait in a pause compute their keys and values again; no others are kept."""
+        self._resets += 1
 
     def abort(self) -> None:
         """Ends the requests in flight at the next token; those not begun give empty ``abort`` rows."""

@@ -44,8 +44,8 @@ class WeightNames:
                 raise ValueError(f"Weight push: {name!r} was sent twice.")
             if tuple(tensor.shape) != missing.pop(name):
                 raise ValueError(
-                    f"Weight push: {name!r} has shape {tuple(tensor.shape)}, expected {self.shapes[name]}: send the full "
-                    f"tensor, gathered over all shards."
+                    f"Weight push: {name!r} has shape {tuple(tensor.shape)}, expected {self.shapes[name]}: send the "
+                    f"full tensor, gathered over all shards."
                 )
             yield name, tensor
         if missing:

@@ -7,9 +7,8 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +30,7 @@ from lightning_rlhf.rollout.vllm_process import (
     import_vllm,
     preserved_rng,
 )
+from lightning_rlhf.rollout.vllm_request import VLLMRequest
 from lightning_rlhf.rollout.vllm_weights import load_in_place, read_own
 from lightning_rlhf.types import PromptBatch, Rollouts
 
@@ -46,7 +46,8 @@ class VLLMEngine(RolloutEngine):
 
     Args:
         model: directory (or cached name) with config and tokenizer.
-        dtype: of weights, compute and cache. bfloat16 alone moves log-probs by up to some tenths.
+        dtype: ``float32`` or ``bfloat16``, of weights, compute and cache. bfloat16 alone moves log-probs by up to
+            some tenths.
         max_model_len: limit on prompt and response together.
         max_num_seqs: requests that are sampled side by side.
         kv_cache_bytes: memory of the cache; at least one sequence of full length must fit.
@@ -74,7 +75,7 @@ class VLLMEngine(RolloutEngine):
         *,
         max_model_len: int,
         kv_cache_bytes: int,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: str = "float32",
         max_num_seqs: int = 64,
         enable_prefix_caching: bool = True,
         load_format: str = "dummy",
@@ -83,6 +84,8 @@ class VLLMEngine(RolloutEngine):
         replica_index: int = 0,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype={dtype!r}: vLLM's weights are 'float32' or 'bfloat16' here.")
         other = VLLMEngine._living() if VLLMEngine._living is not None else None
         if other is not None:
             raise RuntimeError(
@@ -106,6 +109,7 @@ class VLLMEngine(RolloutEngine):
             "load_format": load_format,
             "logprobs_mode": logprobs_mode,
             "seed": self.engine_seed,
+            "async_scheduling": False,  # else a token computed before a push comes out after it, with its version
         }
         defaults = {
             "enforce_eager": True,
@@ -125,7 +129,7 @@ class VLLMEngine(RolloutEngine):
         VLLMEngine._living = weakref.ref(self)
 
     def _length_with_room_to_score(self) -> int:
-        """vLLM scores ids of a prompt only, and a prompt must leave room for one id more."""
+        """The limit to build vLLM with: it scores prompts only, and a prompt must leave room for one id more."""
         longest = int(self.directory.config.get_text_config().max_position_embeddings)
         if self.max_model_len > longest:
             raise ValueError(f"max_model_len={self.max_model_len} exceeds the model's {longest} positions.")
@@ -137,7 +141,7 @@ class VLLMEngine(RolloutEngine):
         With top-p, top-k or min-p the log-probs are those of the distribution that is left, as sampled. Greedy
         log-probs (temperature 0) are those at temperature 1.
         """
-        rows: list[tuple[int, int, _Request | None]] = []
+        rows: list[tuple[int, int, VLLMRequest | None]] = []
         with self._gate.requests(self.weight_version) as version:
             for index, prompt in enumerate(prompts.prompt_token_ids):
                 budget = response_budget(
@@ -164,7 +168,7 @@ class VLLMEngine(RolloutEngine):
             ]
         return Rollouts.from_sequences(sequences, temperature=sampling.temperature or 1.0)
 
-    def _request(self, prompt: Sequence[int], sampling: SamplingConfig, *, seed: int, budget: int) -> _Request:
+    def _request(self, prompt: Sequence[int], sampling: SamplingConfig, *, seed: int, budget: int) -> VLLMRequest:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -182,12 +186,12 @@ class VLLMEngine(RolloutEngine):
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.DELTA,
         )
-        return _Request(request_id=f"request-{next(self._serial)}", prompt=list(prompt), params=params)
+        return VLLMRequest(request_id=f"request-{next(self._serial)}", prompt=list(prompt), params=params)
 
     def _ends(self, sampling: SamplingConfig) -> set[int]:
         return set(self.directory.end_token_ids) | set(sampling.stop_token_ids)
 
-    def _cut(self, request: _Request, sampling: SamplingConfig) -> SampledResponse:
+    def _cut(self, request: VLLMRequest, sampling: SamplingConfig) -> SampledResponse:
         return cut_at_stop(
             request.response(),
             decode=self.directory.decode,
@@ -195,7 +199,7 @@ class VLLMEngine(RolloutEngine):
             stop_token_ids=self._ends(sampling),
         )
 
-    def _sample(self, requests: Sequence[_Request]) -> None:
+    def _sample(self, requests: Sequence[VLLMRequest]) -> None:
         """Steps vLLM until all requests are done or aborted; what an exception leaves behind is aborted as well."""
         waiting = {request.request_id: request for request in requests}
         try:
@@ -215,9 +219,7 @@ class VLLMEngine(RolloutEngine):
 
     def _version_in_use(self) -> int:
         if self.weight_version is None:
-            raise RuntimeError(
-                "The weights became invalid while requests waited; abort() them before a failed push ends."
-            )
+            raise RuntimeError("The weights became invalid while requests waited: a push failed. Abort them first.")
         return self.weight_version
 
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
@@ -235,7 +237,7 @@ class VLLMEngine(RolloutEngine):
             if not 0 < len(ids) <= longest:
                 raise ValueError(f"Cannot score {len(ids)} ids: this engine takes 1 to {longest} in one sequence.")
         requests = [
-            _Request(
+            VLLMRequest(
                 request_id=f"request-{next(self._serial)}",
                 prompt=list(ids),
                 params=SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False),
@@ -336,51 +338,6 @@ class VLLMEngine(RolloutEngine):
         self._finalizer()
         VLLMEngine._living = None
         gc.collect()
-
-
-@dataclass(kw_only=True)
-class _Request:
-    """A request on its way through vLLM, and what came out so far."""
-
-    request_id: str
-    prompt: list[int]
-    params: Any
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    token_versions: list[int] = field(default_factory=list)
-    finish_reason: str = "abort"
-    prompt_scores: list[Any] | None = None
-
-    def take(self, output: Any, *, version: int) -> bool:
-        """Adds what vLLM's ``RequestOutput`` brings; True when the request is done."""
-        if not output.outputs:
-            raise RuntimeError(f"vLLM returned no output for {self.request_id}; expected one response to each request.")
-        completion = output.outputs[0]
-        self.prompt_scores = output.prompt_logprobs or self.prompt_scores
-        if completion.logprobs is not None:
-            self.log_probs += [
-                float(scores[token].logprob)
-                for token, scores in zip(completion.token_ids, completion.logprobs, strict=True)
-            ]
-        self.token_ids += completion.token_ids
-        self.token_versions += [version] * len(completion.token_ids)
-        if completion.finish_reason is not None:
-            self.finish_reason = completion.finish_reason
-        return bool(output.finished)
-
-    def response(self) -> SampledResponse:
-        return SampledResponse(
-            token_ids=self.token_ids,
-            log_probs=self.log_probs,
-            finish_reason=self.finish_reason,
-            token_versions=self.token_versions,
-        )
-
-    def prompt_log_probs(self) -> list[float]:
-        if self.prompt_scores is None or len(self.prompt_scores) != len(self.prompt):
-            raise RuntimeError(f"vLLM did not score all {len(self.prompt)} ids of {self.request_id}; was it aborted?")
-        pairs = zip(self.prompt[1:], self.prompt_scores[1:], strict=True)
-        return [0.0, *(float(scores[token].logprob) for token, scores in pairs)]
 
 
 def _build(arguments: Mapping[str, Any]) -> Any:

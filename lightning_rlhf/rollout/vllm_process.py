@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +33,7 @@ def import_vllm() -> Any:
     try:
         module = importlib.import_module("vllm")
         importlib.import_module("vllm.v1.engine.llm_engine")
-        sampler = importlib.import_module("vllm.v1.sample.sampler")
+        sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
     except ImportError as error:
         raise ImportError(
             f"VLLMEngine needs vLLM, which cannot be imported here ({error}). Install it with "
@@ -40,6 +42,8 @@ def import_vllm() -> Any:
         ) from error
     finally:
         gc.freeze()
+        atexit.unregister(gc.unfreeze)
+        atexit.register(gc.unfreeze)  # what stays frozen at the end is reported as leaked by vLLM's dependencies
         if was_enabled:
             gc.enable()
     # Under torch.compile even with enforce_eager; compiling it costs 20 s at the first token, and switching dynamo off
@@ -79,7 +83,8 @@ def fenced_process() -> Iterator[None]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_bytes
     try:
-        with preserved_rng():
+        with preserved_rng(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch.distributed.reduce_op.*", category=FutureWarning)
             yield
     finally:
         torch.set_num_threads = set_num_threads
@@ -93,7 +98,7 @@ def fenced_process() -> Iterator[None]:
 
 def default_group() -> dist.ProcessGroup | None:
     """The default process group, None if there is none."""
-    return dist.group.WORLD if dist.is_initialized() else None
+    return dist.group.WORLD
 
 
 @contextmanager

@@ -1,0 +1,55 @@
+"""What one request to vLLM collects from its results. Knows their fields, does not import vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_rlhf.rollout.responses import SampledResponse
+
+
+@dataclass(kw_only=True)
+class VLLMRequest:
+    """A request on its way through vLLM, and what came out so far."""
+
+    request_id: str
+    prompt: list[int]
+    params: Any
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
+    finish_reason: str = "abort"
+    prompt_scores: list[Any] | None = None
+
+    def take(self, output: Any, *, version: int) -> bool:
+        """Adds what vLLM's ``RequestOutput`` brings; True when the request is done."""
+        if not output.outputs:
+            raise RuntimeError(f"vLLM returned no output for {self.request_id}; expected one response to each request.")
+        completion = output.outputs[0]
+        self.prompt_scores = output.prompt_logprobs or self.prompt_scores
+        token_ids, scores = list(completion.token_ids), completion.logprobs
+        if scores is not None:
+            if len(scores) != len(token_ids):
+                raise ValueError(f"vLLM returned {len(token_ids)} ids and {len(scores)} log-probs for one response.")
+            self.log_probs += [float(of_id[token].logprob) for token, of_id in zip(token_ids, scores, strict=True)]
+        self.token_ids += token_ids
+        self.token_versions += [version] * len(token_ids)
+        if completion.finish_reason is not None:
+            self.finish_reason = completion.finish_reason
+        return bool(output.finished)
+
+    def response(self) -> SampledResponse:
+        """The response so far; ``abort`` if vLLM has not ended it."""
+        return SampledResponse(
+            token_ids=self.token_ids,
+            log_probs=self.log_probs,
+            finish_reason=self.finish_reason,
+            token_versions=self.token_versions,
+        )
+
+    def prompt_log_probs(self) -> list[float]:
+        """Log-prob of each prompt id, 0 for the first."""
+        if self.prompt_scores is None or len(self.prompt_scores) != len(self.prompt):
+            raise RuntimeError(f"vLLM did not score all {len(self.prompt)} ids of {self.request_id}; was it aborted?")
+        pairs = zip(self.prompt[1:], self.prompt_scores[1:], strict=True)
+        return [0.0, *(float(scores[token].logprob) for token, scores in pairs)]
