@@ -340,10 +340,17 @@ class VLLMEngine(RolloutEngine):
         gc.collect()
 
 
-def _build(arguments: Mapping[str, Any]) -> Any:
+def _build(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    if current_platform.is_cpu():
+        # A prompt that is read in two steps has vLLM rewind its request's generator, which CPU generators cannot.
+        arguments.setdefault("enable_chunked_prefill", False)
+        arguments.setdefault("max_num_batched_tokens", max(2048, arguments["max_model_len"]))
+        # The smallest that its attention takes: a group shares whole blocks of its prompt, and vLLM's 128 are too many.
+        arguments.setdefault("block_size", 32)
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
