@@ -197,9 +197,7 @@ class OnPolicyModule(pl.LightningModule):
         names = {name for metrics in history for name in metrics}
         values = {name: [metrics[name] for metrics in history if name in metrics] for name in sorted(names)}
         # a loss names its own metrics bare; one with a slash says itself what it is about
-        return {
-            name if "/" in name else f"actor/{name}": sum(found) / len(found) for name, found in values.items()
-        }
+        return {name if "/" in name else f"actor/{name}": sum(found) / len(found) for name, found in values.items()}
 
     def finish_step(self, *parts: Mapping[str, float]) -> None:
         """Counts the RL step, and hands its metrics to callbacks and loggers."""
@@ -294,10 +292,7 @@ class OnPolicyModule(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> list[Optimizer]:
-        return [
-            EngineOptimizer(engine, after_step=self._announcer(role))
-            for role, engine in self._engines.items()
-        ]
+        return [EngineOptimizer(engine, after_step=self._announcer(role)) for role, engine in self._engines.items()]
 
     def _announcer(self, role: str) -> Callable[..., None]:
         def announce(result: Any) -> None:
@@ -330,7 +325,10 @@ class OnPolicyModule(pl.LightningModule):
         if self._rng_to_restore is not None:
             restore_rng(self._rng_to_restore)
             self._rng_to_restore = None
-        return -1 if self.finished else None
+        if self.finished:  # a run that was complete when its checkpoint was written
+            self.trainer.should_stop = True
+            return -1
+        return None
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
         """Adds a callback's metrics to those of the RL step under way; a later value of a name replaces an earlier."""

@@ -136,6 +136,4 @@ def build_step_data(
     row_advantages = advantages[torch.tensor(plan.rows_of_rank(rank), dtype=torch.int64, device=device)]
     per_token = row_advantages[mine.sequence_ids] * mine.loss_mask
     experience = dataclasses.replace(mine, advantages=per_token)
-    return StepData(
-        experience=experience, plan=plan, rank=rank, aggregation=aggregation, norm_length=norm_length
-    )
+    return StepData(experience=experience, plan=plan, rank=rank, aggregation=aggregation, norm_length=norm_length)

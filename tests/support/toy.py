@@ -46,7 +46,7 @@ class Recorder(RLCallback):
         )
 
 
-def toy_module(model: Path, **changes: Any) -> GRPO:
+def toy_module(model: Any, **changes: Any) -> GRPO:
     """GRPO on ``digit_reward`` with a learning rate high enough to learn in ten steps."""
     arguments: dict[str, Any] = {
         "model": model,
@@ -86,3 +86,8 @@ def toy_trainer(
     sampler = rollout or HFRollout(num_rollouts=4, max_new_tokens=8, max_model_len=64)
     every = [sampler, *([WeightSync()] if weight_sync else []), *callbacks]
     return pl.Trainer(callbacks=every, **{**arguments, **changes})
+
+
+def parameters_of(module: GRPO) -> dict[str, torch.Tensor]:
+    """The actor's full parameters, by name. Collective."""
+    return {name: tensor.clone() for name, tensor in module.actor.get_per_tensor_param()}
