@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +27,33 @@ from torch.optim.lr_scheduler import LRScheduler
 NUMBERS_FILE = "numbers.pt"
 """Hyper-parameters of the optimizer's groups and the state of the schedule."""
 
+_METADATA_FILE = ".metadata"
+"""What torch.distributed.checkpoint writes last."""
+
 
 def save(
-    path: Path, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None, *, distributed: bool
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    lr_scheduler: LRScheduler | None,
+    *,
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Writes the state into the folder ``path``. Collective if ``distributed``.
+    """Writes the state into the folder ``path``. Collective over ``group``.
 
     Args:
-        path: the folder; made if absent.
+        path: the folder; made if absent, and without a checkpoint in it.
         model: has the parameters under Hugging Face names.
         optimizer: of the model's parameters, or None.
         lr_scheduler: of the optimizer, or None.
-        distributed: whether all ranks of the default process group take part.
+        group: the ranks that hold the model's parts; None for one process.
 
     Raises:
+        FileExistsError: if the folder holds a checkpoint: overwriting it in place could leave a mixture of two.
         ValueError: if the schedule or a parameter group holds anything but plain numbers, strings and containers.
     """
+    if (path / _METADATA_FILE).exists():
+        raise FileExistsError(f"{path} holds a checkpoint already. Save into a fresh folder and move it into place.")
     numbers = io.BytesIO()
     torch.save(_numbers(optimizer, lr_scheduler), numbers)
     _check_loads(numbers)
@@ -50,24 +64,30 @@ def save(
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 tensors[f"optimizer.{names[parameter]}.{key}"] = torch.as_tensor(value)
-    dcp_save(tensors, checkpoint_id=path, no_dist=not distributed)
-    if not distributed or dist.get_rank() == 0:
+    with _one_process_is_meant():
+        dcp_save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
+    if group is None or dist.get_rank(group) == 0:
         (path / NUMBERS_FILE).write_bytes(numbers.getvalue())
-    if distributed:
-        dist.barrier()
+    if group is not None:
+        dist.barrier(group)
 
 
 def load(
-    path: Path, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None, *, distributed: bool
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    lr_scheduler: LRScheduler | None,
+    *,
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Reads what ``save`` wrote, into the given objects. Collective if ``distributed``.
+    """Reads what ``save`` wrote, into the given objects. Collective over ``group``.
 
     Args:
         path: the folder.
         model: as at ``save``, on any number of ranks.
         optimizer: of the same kind, with the same groups.
         lr_scheduler: of the same kind, or None.
-        distributed: whether all ranks of the default process group take part.
+        group: the ranks that hold the model's parts; None for one process.
 
     Raises:
         ValueError: if the checkpoint has no optimizer or schedule where there is one, or other parameter groups.
@@ -81,13 +101,21 @@ def load(
         for parameter, name in _parameter_names(model).items():
             for key, value in states.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = value
-    dcp_load(tensors, checkpoint_id=path, no_dist=not distributed)
+    with _one_process_is_meant():
+        dcp_load(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
     if optimizer is not None:
         _restore_optimizer(optimizer, states, numbers["param_groups"])
     if lr_scheduler is not None:
         if numbers["lr_scheduler"] is None:
             raise ValueError(f"The checkpoint {path} has no learning-rate schedule; it was saved without one.")
         lr_scheduler.load_state_dict(numbers["lr_scheduler"])
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -262,15 +262,11 @@ class HFEngine(BaseEngine):
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes parameters, optimizer state and schedule into the folder ``path``. Collective."""
-        checkpoint.save(
-            path, self.causal_lm, self.optimizer, self.lr_scheduler, distributed=self.data_parallel_group is not None
-        )
+        checkpoint.save(path, self.causal_lm, self.optimizer, self.lr_scheduler, group=self.data_parallel_group)
 
     def load_checkpoint(self, path: Path) -> None:
         """Reads what ``save_checkpoint`` wrote, also on another number of ranks. Collective."""
-        checkpoint.load(
-            path, self.causal_lm, self.optimizer, self.lr_scheduler, distributed=self.data_parallel_group is not None
-        )
+        checkpoint.load(path, self.causal_lm, self.optimizer, self.lr_scheduler, group=self.data_parallel_group)
 
     def to(self, device: torch.device, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves the named parts between device and host memory.

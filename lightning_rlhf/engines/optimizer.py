@@ -52,7 +52,7 @@ class EngineOptimizer(Optimizer):
         """The engine's optimizer state, by parameter."""
         return self._inner.state
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs ``closure``, then one ``engine.optimizer_step()``, then ``after_step``. Collective.
 
         Returns:
