@@ -1,1 +1,23 @@
-"""Scoring responses: functions and verifiers."""
+"""Scoring responses: functions and verifiers.
+
+A reward is any callable ``reward(prompts, responses, metadata)`` that gives one number per response.
+"""
+
+from __future__ import annotations
+
+from lightning_rlhf.rewards.extract import Extraction, extract_answer
+from lightning_rlhf.rewards.function import RewardFunction, Scores, WeightedRewards, reward_name, score
+from lightning_rlhf.rewards.math import gsm8k_reward
+from lightning_rlhf.rewards.reasoning_gym import ReasoningGymReward
+
+__all__ = [
+    "Extraction",
+    "ReasoningGymReward",
+    "RewardFunction",
+    "Scores",
+    "WeightedRewards",
+    "extract_answer",
+    "gsm8k_reward",
+    "reward_name",
+    "score",
+]

@@ -1,0 +1,194 @@
+"""Rewards are plain callables; ``score`` calls one and isolates the rows on which it fails.
+
+A row that could not be scored is NaN and counted, never 0: a 0 would say that the answer is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+RewardFunction: TypeAlias = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float | None] | Tensor]
+"""``reward(prompts, responses, metadata)`` gives one number per response; None or NaN where it has no verdict."""
+
+MAX_ERRORS = 5
+"""How many failed rows are described; all are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What ``score`` gives.
+
+    Attributes:
+        rewards: ``[B]`` fp32, NaN where the reward failed.
+        num_failed: number of NaN rows.
+        errors: the first failures, each with its row, the reward's name and the reason.
+        components: by name, ``[B]`` fp32, unweighted: one entry for a single reward, one each for weighted ones.
+    """
+
+    rewards: Tensor
+    num_failed: int
+    errors: list[str]
+    components: dict[str, Tensor]
+
+
+class WeightedRewards:
+    """Several rewards as one: the weighted sum of what each gives.
+
+    A row on which any component fails has failed, for a sum without it would mean something else. A component of
+    weight 0 is reported and neither adds to the reward nor fails a row.
+
+    Args:
+        rewards: pairs of a reward and its weight.
+
+    Raises:
+        ValueError: if there is no pair, or a weight is not finite.
+    """
+
+    def __init__(self, rewards: Sequence[tuple[RewardFunction, float]]) -> None:
+        if not rewards:
+            raise ValueError("WeightedRewards needs at least one (reward, weight) pair, got none.")
+        self.rewards = [(reward, float(weight)) for reward, weight in rewards]
+        self.names = _unique([reward_name(reward) for reward, _ in self.rewards])
+        for name, (_, weight) in zip(self.names, self.rewards, strict=True):
+            if not math.isfinite(weight):
+                raise ValueError(f"The weight of {name} must be finite, got {weight}.")
+
+    def score(self, prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> Scores:
+        """Scores every component by itself, so that one failure leaves the others' values known."""
+        total = torch.zeros(len(responses), dtype=torch.float64)
+        components: dict[str, Tensor] = {}
+        errors: list[str] = []
+        for name, (reward, weight) in zip(self.names, self.rewards, strict=True):
+            part = _score_one(reward, name, prompts, responses, metadata)
+            components[name] = part.rewards
+            errors += part.errors
+            if weight != 0.0:
+                total = total + weight * part.rewards.double()
+        rewards = _finite_or_nan(total)
+        return Scores(
+            rewards=rewards, num_failed=int(rewards.isnan().sum()), errors=errors[:MAX_ERRORS], components=components
+        )
+
+    def __call__(self, prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+        """The weighted sums, NaN where a component failed."""
+        return [float(value) for value in self.score(prompts, responses, metadata).rewards]
+
+
+def score(reward: RewardFunction, prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> Scores:
+    """Calls a reward on a batch.
+
+    If the call raises, the reward is called again on one row at a time and only the rows that raise by themselves
+    fail; a reward with side effects must therefore bear a second call on a row. None, NaN and infinity fail their
+    row.
+
+    Args:
+        reward: any callable of ``(prompts, responses, metadata)``, or ``WeightedRewards``.
+        prompts: ``B`` prompt texts.
+        responses: ``B`` response texts.
+        metadata: ``B`` dictionaries, what the data source said about the prompt.
+
+    Returns:
+        Rewards with failures as NaN, their count and reasons.
+
+    Raises:
+        ValueError: if the three lists differ in length, or the reward gives another number of values than it got
+            responses: then no value can be told to belong to a row.
+    """
+    sizes = {"prompts": len(prompts), "responses": len(responses), "metadata": len(metadata)}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"A reward needs one prompt, response and metadata per row, got {sizes}.")
+    if isinstance(reward, WeightedRewards):
+        return reward.score(prompts, responses, metadata)
+    return _score_one(reward, reward_name(reward), prompts, responses, metadata)
+
+
+def reward_name(reward: RewardFunction) -> str:
+    """The name under which a reward is reported: the function's, or the class's for a callable object."""
+    if isinstance(reward, functools.partial):
+        return reward_name(reward.func)
+    return str(getattr(reward, "__name__", type(reward).__name__))
+
+
+def _score_one(
+    reward: RewardFunction, name: str, prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]
+) -> Scores:
+    rows = range(len(responses))
+    failures: dict[int, str] = {}
+    try:
+        given = reward(prompts, responses, metadata)
+    except Exception:  # noqa: BLE001 - a user's code may raise anything; each row's own error is kept below
+        values = [_call_row(reward, name, row, prompts, responses, metadata, failures) for row in rows]
+    else:
+        _check_length(name, len(given), len(responses))
+        values = [_as_number(value, row, failures) for row, value in zip(rows, given, strict=True)]
+    rewards = _finite_or_nan(torch.tensor(values, dtype=torch.float64))
+    for row in rewards.isnan().nonzero().flatten().tolist():
+        failures.setdefault(row, f"gave {values[row]}, not a finite fp32 number")
+    errors = [f"row {row}, {name}: {failures[row]}" for row in sorted(failures)]
+    return Scores(rewards=rewards, num_failed=len(failures), errors=errors[:MAX_ERRORS], components={name: rewards})
+
+
+def _call_row(
+    reward: RewardFunction,
+    name: str,
+    row: int,
+    prompts: list[str],
+    responses: list[str],
+    metadata: list[dict[str, Any]],
+    failures: dict[int, str],
+) -> float:
+    try:
+        given = reward([prompts[row]], [responses[row]], [metadata[row]])
+    except Exception as error:  # noqa: BLE001 - see _score_one; the reason is reported with the row
+        failures[row] = f"{type(error).__name__}: {error}"
+        return math.nan
+    _check_length(name, len(given), 1)
+    return _as_number(given[0], row, failures)
+
+
+def _check_length(name: str, given: int, expected: int) -> None:
+    if given != expected:
+        raise ValueError(
+            f"Reward {name} gave {given} values for {expected} responses; it must give one per response, in order "
+            "(None for a row that it cannot score)."
+        )
+
+
+def _as_number(value: Any, row: int, failures: dict[int, str]) -> float:
+    if value is None:
+        failures[row] = "gave None"
+        return math.nan
+    if isinstance(value, str):
+        failures[row] = f"gave a string, {value[:40]!r}, not a number"
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        failures[row] = f"gave a {type(value).__name__}: {error}"
+        return math.nan
+
+
+def _finite_or_nan(values: Tensor) -> Tensor:
+    """fp32, with NaN for what is not finite in fp32."""
+    rewards = values.float()
+    return rewards.masked_fill(~rewards.isfinite(), torch.nan)
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Numbers the second and later uses of a name."""
+    taken: set[str] = set()
+    for position, name in enumerate(names):
+        number, candidate = 1, name
+        while candidate in taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        taken.add(candidate)
+        names[position] = candidate
+    return names
