@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.modules.on_policy import OnPolicyModule
 from lightning_rlhf.strategies.checkpoints import is_complete
 
@@ -29,9 +30,7 @@ class RLCheckpoint(ModelCheckpoint):
         save_top_k: 1 keeps the newest, -1 keeps all, 0 saves none.
     """
 
-    def __init__(
-        self, *, dirpath: str | Path | None = None, every_n_rl_steps: int = 10, save_top_k: int = 1
-    ) -> None:
+    def __init__(self, *, dirpath: str | Path | None = None, every_n_rl_steps: int = 10, save_top_k: int = 1) -> None:
         if every_n_rl_steps < 1:
             raise ValueError(f"every_n_rl_steps must be at least 1, got {every_n_rl_steps}.")
         super().__init__(
@@ -54,13 +53,13 @@ class RLCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        module = _counted(pl_module)
+        module = as_on_policy(pl_module, callback=self)
         if module.rl_step % self.every_n_rl_steps == 0 or module.finished:
             self._save_rl_step(trainer, module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._save_rl_step(trainer, _counted(pl_module))
+        self._save_rl_step(trainer, as_on_policy(pl_module, callback=self))
 
     def _save_rl_step(self, trainer: pl.Trainer, module: OnPolicyModule) -> None:
         if trainer.fast_dev_run or module.rl_step == self._last_rl_step_saved or module.rl_step == 0:
@@ -71,7 +70,7 @@ class RLCheckpoint(ModelCheckpoint):
     @override
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
         candidates = super()._monitor_candidates(trainer)
-        return {**candidates, "rl_step": torch.tensor(_counted(trainer.lightning_module).rl_step)}
+        return {**candidates, "rl_step": torch.tensor(as_on_policy(trainer.lightning_module, callback=self).rl_step)}
 
     @override
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
@@ -92,12 +91,3 @@ class RLCheckpoint(ModelCheckpoint):
 
 
 _NAME = re.compile(r"rl_step=(\d+)\.ckpt$")
-
-
-def _counted(pl_module: pl.LightningModule) -> OnPolicyModule:
-    if not isinstance(pl_module, OnPolicyModule):
-        raise TypeError(
-            f"RLCheckpoint counts the RL steps of an OnPolicyModule such as rl.GRPO, got {type(pl_module).__name__}; use "
-            f"Lightning's ModelCheckpoint for others."
-        )
-    return pl_module

@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_rlhf.batching.checks import check_batch_sizes
+from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.callbacks.weight_sync import WeightSync
 from lightning_rlhf.contracts.callback import RLCallback
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig
@@ -85,7 +86,7 @@ class RolloutCallback(RLCallback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _on_policy(pl_module)
+        as_on_policy(pl_module, callback=self)
         rollouts = [c for c in trainer.callbacks if isinstance(c, RolloutCallback)]
         syncs = [c for c in trainer.callbacks if isinstance(c, WeightSync)]
         if len(rollouts) != 1 or len(syncs) > 1:
@@ -102,7 +103,7 @@ class RolloutCallback(RLCallback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module, datamodule = _on_policy(pl_module), trainer.datamodule  # type: ignore[attr-defined]
+        module, datamodule = as_on_policy(pl_module, callback=self), trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(datamodule, PromptDataModule):
             check_batch_sizes(
                 prompts_per_step=datamodule.prompts_per_step,
@@ -118,21 +119,31 @@ class RolloutCallback(RLCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
-        module = _on_policy(pl_module)
+        module = as_on_policy(pl_module, callback=self)
         if not module.finished:
             self._fill(trainer, module, batch, self.sampling)
 
     @override
     def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
-        self._fill(trainer, _on_policy(pl_module), batch, self.eval_sampling)
+        self._fill(trainer, as_on_policy(pl_module, callback=self), batch, self.eval_sampling)
 
     @override
     def on_test_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
-        self._fill(trainer, _on_policy(pl_module), batch, self.eval_sampling)
+        self._fill(trainer, as_on_policy(pl_module, callback=self), batch, self.eval_sampling)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -253,11 +264,3 @@ class HFRollout(RolloutCallback):
             max_model_len=self.max_model_len,
             device=trainer.strategy.root_device,
         )
-
-
-def _on_policy(pl_module: pl.LightningModule) -> OnPolicyModule:
-    if not isinstance(pl_module, OnPolicyModule):
-        raise TypeError(
-            f"The rollout callbacks serve an OnPolicyModule such as rl.GRPO, got {type(pl_module).__name__}."
-        )
-    return pl_module

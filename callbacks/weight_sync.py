@@ -7,6 +7,7 @@ from typing import Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.contracts.callback import OptimizerStep, RLCallback
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
 from lightning_rlhf.contracts.rollout import RolloutEngine
@@ -58,9 +59,10 @@ class WeightSync(RLCallback):
         if step.role != "actor" or not step.stepped or self.every == "rollout":
             return
         # before the first rollout there is no engine to push to; ensure_fresh serves it then
-        if self._manager is not None and isinstance(pl_module, OnPolicyModule):
-            with pl_module.timed("sync"):
-                self._keep(pl_module, self._manager.update_weights(pl_module.policy_version))
+        if self._manager is not None:
+            module = as_on_policy(pl_module, callback=self)
+            with module.timed("sync"):
+                self._keep(module, self._manager.update_weights(module.policy_version))
 
     def ensure_fresh(self, module: OnPolicyModule, rollout: RolloutEngine) -> None:
         """Pushes if the rollout engine does not hold the module's policy version. Collective."""

@@ -125,7 +125,10 @@ class RLStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        name = "32-true" if plugin is None else str(plugin.precision)
+        if plugin is None:  # Lightning takes a plugin that is there before the Trainer's for the user's own choice
+            self._precision_plugin = None
+            return
+        name = str(plugin.precision)
         if name not in _COMPUTE_DTYPES:
             raise ValueError(
                 f"Trainer(precision={name!r}) does not work with {type(self).__name__}; choose "
@@ -173,9 +176,7 @@ class RLStrategy(ParallelStrategy):
 
     @rank_zero_only
     def _print_layout(self) -> None:
-        axes = ", ".join(
-            f"{name}={self.mesh.size(dim)}" for dim, name in enumerate(self.mesh.mesh_dim_names or ())
-        )
+        axes = ", ".join(f"{name}={self.mesh.size(dim)}" for dim, name in enumerate(self.mesh.mesh_dim_names or ()))
         print(f"{type(self).__name__}: {self.world_size} process(es) on {self.root_device.type}, {axes}", flush=True)
 
     def _set_world_ranks(self) -> None:

@@ -180,11 +180,19 @@ class ReasoningGymPrompts:
         size: number of questions.
         seed: of the questions; another seed gives other questions.
         suffix: appended to each question, such as the wanted format of the answer.
+        system_prompt: the chat's system message; None leaves it to the chat template.
         task_config: further arguments of the task, such as its difficulty.
     """
 
     def __init__(
-        self, task: str, *, size: int, seed: int, suffix: str = "", task_config: Mapping[str, Any] | None = None
+        self,
+        task: str,
+        *,
+        size: int,
+        seed: int,
+        suffix: str = "",
+        system_prompt: str | None = None,
+        task_config: Mapping[str, Any] | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}.")
@@ -192,6 +200,7 @@ class ReasoningGymPrompts:
         self.size = size
         self.seed = seed
         self.suffix = suffix
+        self.system_prompt = system_prompt
         self.task_config = dict(task_config or {})
 
     def load(self) -> list[Prompt]:
@@ -216,10 +225,12 @@ class ReasoningGymPrompts:
         prompts = []
         for index in range(self.size):
             entry = dataset[index]
+            question = entry["question"] + self.suffix
+            chat = [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": question}]
             prompts.append(
                 Prompt(
                     uid=f"{self.task}-{self.seed}-{index}",
-                    prompt=entry["question"] + self.suffix,
+                    prompt=question if self.system_prompt is None else chat,
                     metadata={"task": self.task, "answer": entry["answer"], "entry": entry},
                 )
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -92,8 +93,13 @@ class CheckpointEngineManager:
         carrier.prepare()
         # each process holds its own rollout engine: seen from here there is one sender and one receiver
         carrier.init_process_group(carrier.build_topology(trainer_world_size=1, receiver_ids=("local",)))
-        carrier.send_weights(iter(self.engine.get_per_tensor_param()))
-        rollout.load_weights(sent.watch(carrier.receive_weights()))
+        parameters = self.engine.get_per_tensor_param()
+        try:
+            carrier.send_weights(parameters)
+            rollout.load_weights(sent.watch(carrier.receive_weights()))
+        finally:
+            # each tensor is gathered by all ranks: the others wait for this one even if its receiver gave up
+            deque(parameters, maxlen=0)
         carrier.finalize()
         rollout.reset_prefix_cache()
         compared = check_read_back(sent.samples, rollout, version=version)

@@ -47,12 +47,9 @@ class NaiveCheckpointEngine(CheckpointEngine):
         if self._stream is None:
             raise RuntimeError("receive_weights() before send_weights(): there is nothing to receive.")
         stream, self._stream = self._stream, None
-        try:
-            yield from stream
-        finally:
-            # producing the next tensor is collective: peers wait for this rank even if its receiver gave up
-            for _ in stream:
-                pass
+        # not `yield from`, which would close the sender's stream together with this one
+        for named_tensor in stream:  # noqa: UP028
+            yield named_tensor
 
     @override
     def finalize(self) -> None:
