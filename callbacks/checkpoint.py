@@ -62,7 +62,8 @@ class RLCheckpoint(ModelCheckpoint):
         self._save_rl_step(trainer, as_on_policy(pl_module, callback=self))
 
     def _save_rl_step(self, trainer: pl.Trainer, module: OnPolicyModule) -> None:
-        if trainer.fast_dev_run or module.rl_step == self._last_rl_step_saved or module.rl_step == 0:
+        saved = module.rl_step in (0, self._last_rl_step_saved)
+        if saved or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._last_rl_step_saved = module.rl_step
         self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))

@@ -87,8 +87,9 @@ class RolloutCallback(RLCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         as_on_policy(pl_module, callback=self)
-        rollouts = [c for c in trainer.callbacks if isinstance(c, RolloutCallback)]
-        syncs = [c for c in trainer.callbacks if isinstance(c, WeightSync)]
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        rollouts = [c for c in callbacks if isinstance(c, RolloutCallback)]
+        syncs = [c for c in callbacks if isinstance(c, WeightSync)]
         if len(rollouts) != 1 or len(syncs) > 1:
             raise ValueError(
                 f"Trainer needs one rollout callback and at most one WeightSync, got "
@@ -96,7 +97,7 @@ class RolloutCallback(RLCallback):
             )
         if self.weight_sync and not syncs:
             raise ValueError(
-                f"{type(self).__name__} has no WeightSync beside it, so it would sample from the starting weights for ever. "
+                f"{type(self).__name__} has no WeightSync beside it, so it would always sample from the starting weights. "
                 f"Add rl.WeightSync() to Trainer(callbacks=...), or say {type(self).__name__}(weight_sync=False)."
             )
         self._sync = syncs[0] if syncs else None
@@ -152,7 +153,7 @@ class RolloutCallback(RLCallback):
     def _fill(self, trainer: pl.Trainer, module: OnPolicyModule, batch: PromptBatch, sampling: SamplingConfig) -> None:
         if batch.rollouts is not None:
             raise RuntimeError(
-                "The batch holds rollouts already, of an earlier step: PromptBatch.to() must return a new batch without them."
+                "The batch holds rollouts already, of an earlier step: PromptBatch.to() must give a batch without them."
             )
         engine = self._ensure_engine(trainer, module)
         if self._sync is not None:

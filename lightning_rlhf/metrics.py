@@ -120,7 +120,9 @@ def reduce_metrics(
             ]
         )
         # minimum of -x is the maximum: one collective serves min and max
-        extremes = torch.stack([-metrics[n].value if metrics[n].reduction == "max" else metrics[n].value for n in names])
+        extremes = torch.stack(
+            [-metrics[n].value if metrics[n].reduction == "max" else metrics[n].value for n in names]
+        )
         dist.all_reduce(summed, group=group)
         dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
         joined = {}

@@ -199,8 +199,8 @@ class RolloutSequence:
             value = getattr(self, name)
             if value is not None and len(value) != expected:
                 raise ValueError(
-                    f"Rollout {self.uid!r} sample {self.sample_index}: {expected} response ids but {len(value)} {name}. "
-                    f"Every sampled id needs its own; the rollout engine must cut both at the same place."
+                    f"Rollout {self.uid!r} sample {self.sample_index}: {expected} response ids but {len(value)} {name}."
+                    f" Every sampled id needs its own; the rollout engine must cut both at the same place."
                 )
 
 
@@ -254,7 +254,9 @@ class Rollouts(FlatBatch):
             token_versions = seq.token_versions or [seq.policy_version] * response_length
             ids += seq.prompt_token_ids + seq.response_token_ids
             mask += [False] * prompt_length + sampled
-            log_probs += [0.0] * prompt_length + [lp if on else 0.0 for lp, on in zip(seq.log_probs, sampled, strict=True)]
+            log_probs += [0.0] * prompt_length + [
+                lp if on else 0.0 for lp, on in zip(seq.log_probs, sampled, strict=True)
+            ]
             versions += [-1] * prompt_length + [v if on else -1 for v, on in zip(token_versions, sampled, strict=True)]
             starts.append(len(ids))
         return cls(

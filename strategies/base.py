@@ -25,7 +25,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -174,10 +174,9 @@ class RLStrategy(ParallelStrategy):
         self._mesh = self.build_mesh(self.world_size, self.root_device.type)
         self._print_layout()
 
-    @rank_zero_only
     def _print_layout(self) -> None:
         axes = ", ".join(f"{name}={self.mesh.size(dim)}" for dim, name in enumerate(self.mesh.mesh_dim_names or ()))
-        print(f"{type(self).__name__}: {self.world_size} process(es) on {self.root_device.type}, {axes}", flush=True)
+        rank_zero_info(f"{type(self).__name__}: {self.world_size} process(es) on {self.root_device.type}, {axes}")
 
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -189,7 +188,7 @@ class RLStrategy(ParallelStrategy):
                     f"The launcher started {self.world_size} process(es), but Trainer(devices={self.num_processes}, "
                     f"num_nodes={self.num_nodes}) asks for {self.num_nodes * self.num_processes}; make them equal."
                 )
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -79,7 +79,8 @@ def exchange_rows(
     if all(facts[row].rank == r for r in range(data_parallel_size) for row in plan.rows_of_rank(r)):
         return data.select([facts[row].row for row in wanted])
     outgoing = [
-        [row for row in plan.rows_of_rank(receiver) if facts[row].rank == rank] for receiver in range(data_parallel_size)
+        [row for row in plan.rows_of_rank(receiver) if facts[row].rank == rank]
+        for receiver in range(data_parallel_size)
     ]
     incoming = [[row for row in wanted if facts[row].rank == sender] for sender in range(data_parallel_size)]
     send = data.select([facts[row].row for rows in outgoing for row in rows])

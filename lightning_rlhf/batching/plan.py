@@ -8,6 +8,7 @@ on how many ranks there are.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -107,7 +108,7 @@ def build_step_plan(
     ordered = tuple(sorted(facts, key=lambda fact: (fact.uid, fact.sample_index)))
     keys = [(fact.uid, fact.sample_index) for fact in ordered]
     if len(set(keys)) != len(keys):
-        twice = next(a for a, b in zip(keys, keys[1:], strict=False) if a == b)
+        twice = next(a for a, b in itertools.pairwise(keys) if a == b)
         raise ValueError(f"Rollout {twice} (uid, sample index) came from two places; uids must differ within a step.")
     size = mini_batch_size or len(ordered)
     if len(ordered) % size:

@@ -296,6 +296,8 @@ class EngineRegistry:
         return found
 
     @classmethod
-    def new(cls, model_type: str, backend: str, config: EngineConfig, *, device: torch.device, **kwargs: Any) -> BaseEngine:
+    def new(
+        cls, model_type: str, backend: str, config: EngineConfig, *, device: torch.device, **kwargs: Any
+    ) -> BaseEngine:
         """Builds the engine; its ``initialize()`` is left to the caller."""
         return cls.get(model_type, backend, device.type)(config, device=device, **kwargs)

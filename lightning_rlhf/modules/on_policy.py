@@ -305,7 +305,7 @@ class OnPolicyModule(pl.LightningModule):
                 is_last=self._step_is_last,
                 rl_step=self.rl_step,
             )
-            for callback in self.trainer.callbacks:
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, RLCallback):
                     callback.on_after_optimizer_step(self.trainer, self, step)
 

@@ -13,8 +13,8 @@ def rollout_metrics(plan: StepPlan) -> dict[str, float]:
     Returns:
         ``reward/mean`` and ``reward/std`` (population) over rows whose reward is known, ``reward/failed`` rows without
         one, ``reward/groups_without_signal`` share of groups whose known rewards are all equal,
-        ``rollout/response_length`` mean and ``rollout/response_length_max`` in tokens, ``rollout/num_tokens`` prompt and
-        response tokens, ``rollout/trained_tokens``, ``rollout/truncated_fraction`` share that hit the length limit.
+        ``rollout/response_length`` mean and ``rollout/response_length_max`` in tokens, ``rollout/num_tokens`` prompt
+        and response tokens, ``rollout/trained_tokens``, ``rollout/truncated_fraction`` share that hit the length limit.
     """
     facts = plan.facts
     known = [fact.reward for fact in facts if fact.reward is not None]

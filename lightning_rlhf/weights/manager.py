@@ -68,7 +68,9 @@ class CheckpointEngineManager:
         return None if self.rollout.weight_version == version else self.update_weights(version)
 
     def update_weights(self, version: int) -> Receipt:
-        """Pushes the trainer's weights. Collective; in this order:
+        """Pushes the trainer's weights. Collective.
+
+        In this order:
 
         1. pause: no token is sampled while weights change
         2. out of service: the rollout engine has no version until the push is whole
@@ -116,9 +118,9 @@ class CheckpointEngineManager:
         if not difference <= self.probe_tolerance:
             self.rollout.weight_version = None
             raise RuntimeError(
-                f"Weight sync to version {version}: trainer and rollout engine differ by {difference:.3g} nats on the probe "
-                f"(allowed {self.probe_tolerance:g}), though the tensors read back are equal. Something that cannot be read "
-                f"back is stale: a fused or tied weight, or the prefix cache."
+                f"Weight sync to version {version}: trainer and rollout engine differ by {difference:.3g} nats on the "
+                f"probe (allowed {self.probe_tolerance:g}), though the tensors read back are equal. Something that cannot "
+                f"be read back is stale: a fused or tied weight, or the prefix cache."
             )
         return difference
 

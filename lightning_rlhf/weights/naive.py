@@ -34,8 +34,8 @@ class NaiveCheckpointEngine(CheckpointEngine):
         """
         if len(topology.receiver_ids) != len(topology.sender_ranks):
             raise ValueError(
-                f"The naive checkpoint engine serves a rollout engine in each trainer process: {len(topology.sender_ranks)} "
-                f"rank(s), but {len(topology.receiver_ids)} replica(s)."
+                f"The naive checkpoint engine serves a rollout engine in each trainer process: "
+                f"{len(topology.sender_ranks)} rank(s), but {len(topology.receiver_ids)} replica(s)."
             )
 
     @override

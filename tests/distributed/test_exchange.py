@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from support.fork import run_distributed
 
 from lightning_rlhf.batching.exchange import all_gather_bytes, assert_same_plan, exchange_rows, gather_row_facts
 from lightning_rlhf.batching.plan import RowFact, build_step_plan
 from lightning_rlhf.types import Experience
-from support.fork import run_distributed
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,9 @@ def _rows(rank: int, count: int) -> tuple[Experience, list[RowFact]]:
     return data, facts
 
 
-def _exchange(counts: list[int], mini_batch_size: int | None) -> tuple[list[tuple[str, int, list[int], list[bool]]], int]:
+def _exchange(
+    counts: list[int], mini_batch_size: int | None
+) -> tuple[list[tuple[str, int, list[int], list[bool]]], int]:
     rank, size = dist.get_rank(), dist.get_world_size()
     data, local = _rows(rank, counts[rank])
     facts = gather_row_facts(local, group=None, data_parallel_size=size, device=CPU)

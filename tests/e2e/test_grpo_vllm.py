@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lightning_rlhf.callbacks import RLCheckpoint, VLLMRollout
 from support.fork import run_distributed
 from support.tiny import write_tiny_model
 from support.toy import Recorder, toy_data, toy_module, toy_trainer
+
+from lightning_rlhf.callbacks import RLCheckpoint, VLLMRollout
 
 STEPS = 4
 

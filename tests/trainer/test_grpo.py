@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from lightning_rlhf.callbacks import HFRollout
 from support.fork import run_distributed
 from support.toy import Recorder, parameters_of, toy_data, toy_module, toy_trainer
+
+from lightning_rlhf.callbacks import HFRollout
 
 COMPARED = ("actor/loss", "actor/grad_norm", "actor/entropy", "reward/mean", "reward/std", "rollout/trained_tokens")
 
@@ -74,7 +74,9 @@ def test_several_mini_batches_and_epochs_agree_over_ranks(tmp_path: Path, tiny_d
         _assert_same(plain, result)
 
 
-@pytest.mark.parametrize("limit", [{"micro_batch_size": 1}, {"micro_batch_size": 3}, {"max_tokens_per_micro_batch": 60}])
+@pytest.mark.parametrize(
+    "limit", [{"micro_batch_size": 1}, {"micro_batch_size": 3}, {"max_tokens_per_micro_batch": 60}]
+)
 def test_micro_batches_change_nothing(tmp_path: Path, tiny_directory: Path, limit: dict[str, int]) -> None:
     whole = _fit(tmp_path, tiny_directory, max_rl_steps=2)
     _assert_same(whole, _fit(tmp_path, tiny_directory, max_rl_steps=2, **limit))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
+from support.fork import run_distributed
+from support.toy import Recorder, toy_data, toy_module, toy_trainer
 
 from lightning_rlhf.callbacks import HFRollout, RLCheckpoint, WeightSync
 from lightning_rlhf.contracts.callback import OptimizerStep, RLCallback
 from lightning_rlhf.strategies import FSDP2RLStrategy
 from lightning_rlhf.types import PromptBatch
-from support.fork import run_distributed
-from support.toy import Recorder, toy_data, toy_module, toy_trainer
 
 
 class HookOrder(RLCallback):

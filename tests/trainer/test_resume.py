@@ -11,11 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from support.fork import DistributedError, run_distributed
+from support.toy import Recorder, parameters_of, toy_data, toy_module, toy_trainer
 
 from lightning_rlhf.callbacks import RLCheckpoint
 from lightning_rlhf.contracts.callback import OptimizerStep, RLCallback
-from support.fork import DistributedError, run_distributed
-from support.toy import Recorder, parameters_of, toy_data, toy_module, toy_trainer
 
 STEPS = 7
 KILLED_IN = 4
@@ -31,7 +31,14 @@ class KillInStep(RLCallback):
 
 
 def _run(
-    root: Path, model: Path, strategy: str, devices: int, *, kill: bool = False, ckpt_path: str | None = None, every: int = 1
+    root: Path,
+    model: Path,
+    strategy: str,
+    devices: int,
+    *,
+    kill: bool = False,
+    ckpt_path: str | None = None,
+    every: int = 1,
 ) -> dict[str, Any]:
     recorder = Recorder()
     callbacks: list[pl.Callback] = [recorder, RLCheckpoint(every_n_rl_steps=every), *([KillInStep()] if kill else [])]

@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOPS = re.findall(
-    r"^\| \d+ \|[^|]*\| `([\w/]+\.py)` \| `([\w.]+)` \|$", (ROOT / "docs" / "architecture.md").read_text(), flags=re.MULTILINE
+    r"^\| \d+ \|[^|]*\| `([\w/]+\.py)` \| `([\w.]+)` \|$",
+    (ROOT / "docs" / "architecture.md").read_text(),
+    flags=re.MULTILINE,
 )
 
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from support.fork import run_distributed
 
 from lightning_rlhf.metrics import Metric, merge_metrics, reduce_metrics
-from support.fork import run_distributed
 
 NAN = math.nan
 
@@ -50,7 +50,11 @@ def test_i03_a_nan_loss_is_still_shown() -> None:
 
 def test_an_empty_micro_batch_changes_nothing() -> None:
     empty, mask = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-    full = {"m": Metric.mean(torch.tensor([2.0])), "low": Metric.min(torch.tensor([2.0])), "n": Metric.sum(torch.ones(3))}
+    full = {
+        "m": Metric.mean(torch.tensor([2.0])),
+        "low": Metric.min(torch.tensor([2.0])),
+        "n": Metric.sum(torch.ones(3)),
+    }
     none = {"m": Metric.mean(empty, mask), "low": Metric.min(empty, mask), "n": Metric.sum(empty)}
     assert _values([none, full, none]) == {"m": 2.0, "low": 2.0, "n": 3.0}
 

@@ -55,8 +55,8 @@ G02 = {
     "3: mini-batch 2 on 4 ranks": (
         sizes(data_parallel_size=4, mini_batch_size=2),
         (
-            "mini_batch_size=2 leaves some of the 4 data-parallel ranks without a rollout. mini_batch_size counts rollouts "
-            "over all ranks; use one of 4, 8, 16."
+            "mini_batch_size=2 leaves some of the 4 data-parallel ranks without a rollout. "
+            "mini_batch_size counts rollouts over all ranks; use one of 4, 8, 16."
         ),
     ),
     "4: train batch 8, mini-batch 3": (
@@ -69,15 +69,15 @@ G02 = {
     "5: mini-batch larger than the train batch": (
         sizes(prompts_per_step=4, mini_batch_size=16),
         (
-            "mini_batch_size=16 is larger than the 8 rollouts of a step (4 prompts x 2 rollouts). mini_batch_size counts "
-            "rollouts over all ranks; use one of 2, 4, 8."
+            "mini_batch_size=16 is larger than the 8 rollouts of a step (4 prompts x 2 rollouts). "
+            "mini_batch_size counts rollouts over all ranks; use one of 2, 4, 8."
         ),
     ),
     "uneven shares": (
         {"prompts_per_step": 3, "rollouts_per_prompt": 4, "data_parallel_size": 3, "mini_batch_size": 4},
         (
-            "mini_batch_size=4 does not divide over 3 data-parallel ranks. mini_batch_size counts rollouts over all ranks; "
-            "use one of 3, 6, 12."
+            "mini_batch_size=4 does not divide over 3 data-parallel ranks. "
+            "mini_batch_size counts rollouts over all ranks; use one of 3, 6, 12."
         ),
     ),
 }

@@ -45,7 +45,8 @@ def test_mini_batches_hold_the_same_rows_for_any_number_of_ranks(mini_batch_size
         for ranks in (1, 2, 4)
     ]
     members = [
-        [_keys(plan, [row for rows in mini.rows_of_rank for row in rows]) for mini in plan.mini_batches] for plan in plans
+        [_keys(plan, [row for rows in mini.rows_of_rank for row in rows]) for mini in plan.mini_batches]
+        for plan in plans
     ]
     assert members[0] == members[1] == members[2]
     counts = [[(m.num_global_tokens, m.num_global_sequences) for m in plan.mini_batches] for plan in plans]

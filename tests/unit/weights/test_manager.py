@@ -177,7 +177,7 @@ def test_samples_cover_a_tensor_from_end_to_end() -> None:
 
 
 def test_unknown_checkpoint_engines_are_refused_with_those_there_are() -> None:
-    with pytest.raises(KeyError, match="No checkpoint engine 'nave'. Registered: .*naive"):
+    with pytest.raises(KeyError, match=r"No checkpoint engine .nave.\. Registered: .*naive"):
         CheckpointEngineRegistry.new("nave")
 
 
