@@ -97,7 +97,7 @@ class RolloutCallback(RLCallback):
             )
         if self.weight_sync and not syncs:
             raise ValueError(
-                f"{type(self).__name__} has no WeightSync beside it, so it would always sample from the starting weights. "
+                f"{type(self).__name__} has no WeightSync beside it: it would always sample from the starting weights. "
                 f"Add rl.WeightSync() to Trainer(callbacks=...), or say {type(self).__name__}(weight_sync=False)."
             )
         self._sync = syncs[0] if syncs else None

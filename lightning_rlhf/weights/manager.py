@@ -119,7 +119,7 @@ class CheckpointEngineManager:
             self.rollout.weight_version = None
             raise RuntimeError(
                 f"Weight sync to version {version}: trainer and rollout engine differ by {difference:.3g} nats on the "
-                f"probe (allowed {self.probe_tolerance:g}), though the tensors read back are equal. Something that cannot "
+                f"probe (allowed {self.probe_tolerance:g}), though the tensors read back are equal. What cannot "
                 f"be read back is stale: a fused or tied weight, or the prefix cache."
             )
         return difference

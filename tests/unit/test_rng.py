@@ -12,7 +12,7 @@ from lightning_rlhf.rng import capture_rng, preserved_rng, restore_rng
 
 
 def _draw() -> tuple[float, float, float]:
-    return random.random(), float(np.random.rand()), float(torch.rand(1))
+    return random.random(), float(np.random.rand()), float(torch.rand(1))  # noqa: NPY002
 
 
 def test_a_saved_state_gives_the_same_draws_again() -> None:
@@ -31,6 +31,6 @@ def test_preserved_rng_hides_what_happens_inside() -> None:
     with preserved_rng():
         torch.manual_seed(1)
         random.seed(1)
-        np.random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
         _draw()
     assert _draw() == expected
