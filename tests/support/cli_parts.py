@@ -39,7 +39,7 @@ class Algorithm(pl.LightningModule):
         estimator: Literal["k1", "k3"] = "k3",
         anything: Unresolvable | None = None,
         options: dict[str, Any] | None = None,
-        fail: Literal["no", "construct", "fit"] = "no",
+        fail: Literal["no", "construct", "fit", "rank 1"] = "no",
     ) -> None:
         super().__init__()
         if fail == "construct":
@@ -66,6 +66,8 @@ class Algorithm(pl.LightningModule):
             **self.given,
         }
         (self.out / f"rank{self.global_rank}.json").write_text(json.dumps(report))
+        if self.fail == f"rank {self.global_rank}":
+            raise RuntimeError(f"fail={self.fail} was asked for.")
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return (self.number * batch).square().sum()

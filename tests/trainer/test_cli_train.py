@@ -83,7 +83,7 @@ def test_two_ranks_run_the_same_configuration_in_the_same_folder(kind: str, tmp_
 
 
 def test_a_failure_while_training_is_a_failure_of_the_command(tmp_path: Path) -> None:
-    done = start(tmp_path, *PARTS, "strategy=parts", "trainer.devices=2", "algorithm.fail=fit")
+    done = start(tmp_path, *PARTS, "algorithm.fail=fit")
     assert done.returncode != 0
     assert "RuntimeError: fail=fit was asked for." in done.stderr
     assert "Traceback" in done.stderr

@@ -1,0 +1,113 @@
+"""Every YAML file composes, passes validation, and gives the parts of a run."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from omegaconf import DictConfig
+from support.tiny import write_tiny_model
+
+from lightning_rlhf.cli.run import build, build_trainer
+from lightning_rlhf.cli.show_config import compose_run, flatten
+from lightning_rlhf.cli.validate import Inspection, validate
+from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.modules import GRPO
+
+SNAPSHOT = Path(__file__).with_name("default.yaml")
+CONFIGS = Path(str(files("lightning_rlhf.configs")))
+GROUPS = sorted(folder.name for folder in CONFIGS.iterdir() if folder.is_dir() and not folder.name.startswith("_"))
+OPTIONS = sorted((group, file.stem) for group in GROUPS for file in (CONFIGS / group).glob("*.yaml"))
+NEEDS = {
+    # what an option asks of the command line
+    ("data", "jsonl"): ["data.source.path={folder}/prompts.jsonl", "reward=gsm8k"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("configs")
+    write_tiny_model(folder / "model")
+    (folder / "prompts.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    return folder
+
+
+def composed(folder: Path, *overrides: str) -> DictConfig:
+    return compose_run([f"model.path={folder / 'model'}", f"run_dir={folder / 'run'}", *overrides])
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_file_composes_and_instantiates(
+    group: str, option: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = [need.format(folder=folder) for need in NEEDS.get((group, option), [])]
+    cfg = composed(folder, f"{group}={option}", *needs)
+    validate(cfg)
+    assert isinstance(build("data", cfg), PromptDataModule)
+    module = build("algorithm", cfg)
+    assert isinstance(module, GRPO)
+    optimizer = module.actor_config.optimizer
+    assert optimizer is not None
+    assert isinstance(optimizer([torch.nn.Parameter(torch.zeros(1))]), torch.optim.Optimizer)
+    # started by torchrun, Trainer takes any number of processes without starting them
+    for name, value in {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": cfg.trainer.devices}.items():
+        monkeypatch.setenv(name, str(value))
+    trainer = build_trainer(cfg)
+    assert isinstance(trainer, pl.Trainer)
+    names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    assert {cfg.rollout["_target_"].rpartition(".")[2], "WeightSync", "RLCheckpoint", "RunReport"} <= set(names)
+
+
+def test_no_omegaconf_object_reaches_a_part(folder: Path) -> None:
+    cfg = composed(folder, "data.source.task_config={min_terms: 2, max_terms: 2}", "rollout.stop=[a, b]")
+    source = build("data", cfg).source
+    assert type(source.task_config) is dict
+    rollout = build("rollout", cfg)
+    assert rollout.sampling.stop == ("a", "b")
+    assert all(type(word) is str for word in rollout.sampling.stop)
+
+
+def test_dr_grpo_is_grpo_with_three_changes(folder: Path) -> None:
+    cfg = composed(folder, "algorithm=dr_grpo", "rollout.max_new_tokens=33")
+    module = build("algorithm", cfg)
+    assert (module.normalize_std, module.aggregation, module.norm_length) == (False, "seq-mean-token-sum-norm", 33)
+    plain = build("algorithm", composed(folder))
+    assert (plain.normalize_std, plain.aggregation, plain.norm_length) == (True, "token-mean", None)
+
+
+def test_the_seed_reaches_all_that_is_random(folder: Path) -> None:
+    cfg = composed(folder, "seed=7")
+    data = build("data", cfg)
+    assert (data.seed, data.source.seed) == (7, 7)
+    assert build("algorithm", cfg).seed == 7
+    assert build("rollout", cfg).sampling.seed == 7
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
+def test_an_experiments_name_says_what_it_runs(file: Path, folder: Path) -> None:
+    match = re.fullmatch(
+        r"(?P<algorithm>\w+)-(?P<model>[\w.]+)-(?P<nodes>\d+)n(?P<ranks>\d+)r-(?P<strategy>\w+)", file.stem
+    )
+    assert match, "experiments are named <algorithm>-<model>-<nodes>n<ranks>r-<strategy>.yaml"
+    cfg = compose_run([f"experiment={file.stem}"])
+    values = Inspection(cfg).values
+    assert cfg.name == file.stem
+    assert cfg.run_dir == f"outputs/{file.stem}"
+    assert values["trainer.num_nodes"] == int(match["nodes"])
+    assert values["trainer.num_nodes"] * values["trainer.devices"] == int(match["ranks"]) * int(match["nodes"])
+    assert str(values["algorithm._target_"]).rpartition(".")[2].lower() in match["algorithm"].replace("_", "")
+    strategy = cfg.strategy if isinstance(cfg.strategy, str) else cfg.strategy["_target_"].rpartition(".")[2]
+    assert strategy.lower().startswith(match["strategy"].replace("_", ""))
+
+
+def test_the_default_configuration_is_the_committed_one() -> None:
+    """Write it anew, if the change is meant: ``lightning-rlhf show-config > tests/unit/configs/default.yaml``."""
+    found: dict[str, Any] = flatten(Inspection(compose_run([])))
+    committed = yaml.safe_load(SNAPSHOT.read_text(encoding="utf-8"))
+    assert found == committed, "if meant: lightning-rlhf show-config > tests/unit/configs/default.yaml"
