@@ -26,6 +26,7 @@ from lightning_rlhf.rollout.responses import (
 from lightning_rlhf.rollout.vllm_process import (
     default_group,
     fenced_process,
+    forget_parallel_state,
     guarded_groups,
     import_vllm,
     preserved_rng,
@@ -351,7 +352,12 @@ def _build(arguments: dict[str, Any]) -> Any:
         arguments.setdefault("max_num_batched_tokens", max(2048, arguments["max_model_len"]))
         # The smallest that its attention takes: a group shares whole blocks of its prompt, and vLLM's 128 are too many.
         arguments.setdefault("block_size", 32)
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except BaseException as error:
+        error.add_note(f"VLLMEngine built vLLM with {arguments}; kv_cache_bytes sets the memory of its cache.")
+        forget_parallel_state()  # else the next engine of this process meets groups of this one
+        raise
 
 
 def _shut_down(vllm_engine: Any, built_in: dist.ProcessGroup | None) -> None:

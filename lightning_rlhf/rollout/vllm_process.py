@@ -120,3 +120,12 @@ def guarded_groups(built_in: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group = destroy
+
+
+def forget_parallel_state() -> None:
+    """Ends what vLLM keeps in module globals after an engine that was not built to the end."""
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    with guarded_groups(default_group()):
+        destroy_model_parallel()
+        destroy_distributed_environment()
