@@ -197,6 +197,10 @@ def _grouped_sdpa(
     sliding_window: int | None,
     grouped_heads: bool,
 ) -> Tensor:
+    dtype = query.dtype
+    if not query.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        # PyTorch's CPU kernel takes three times as long for its backward in half precision as in fp32
+        query, key, value = query.float(), key.float(), value.float()
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [num_tokens, heads, head_dim]
     outputs = []
     for num_sequences, longest, tokens in layout.groups:
@@ -218,7 +222,7 @@ def _grouped_sdpa(
             enable_gqa=grouped_heads,
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[layout.places]
+    return torch.cat(outputs)[layout.places].to(dtype)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
