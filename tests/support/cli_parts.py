@@ -39,7 +39,7 @@ class Algorithm(pl.LightningModule):
         estimator: Literal["k1", "k3"] = "k3",
         anything: Unresolvable | None = None,
         options: dict[str, Any] | None = None,
-        fail: Literal["no", "construct", "fit", "rank 1"] = "no",
+        fail: Literal["no", "construct", "fit", "rank 0", "rank 1"] = "no",
     ) -> None:
         super().__init__()
         if fail == "construct":

@@ -18,7 +18,7 @@ PARTS = ["--config-dir", str(TESTS / "support" / "cli_configs"), "experiment=par
 
 
 def start(
-    folder: Path, *arguments: str, by: tuple[str, ...] = ("-m", "lightning_rlhf.cli.main"), timeout: float = 120
+    folder: Path, *arguments: str, by: tuple[str, ...] = ("-m", "lightning_rlhf.cli.main"), timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command in ``folder``; the process and its children are ended if it takes too long."""
     process = subprocess.Popen(
@@ -89,10 +89,11 @@ def test_a_failure_while_training_is_a_failure_of_the_command(tmp_path: Path) ->
     assert "Traceback" in done.stderr
 
 
-def test_a_failure_on_another_rank_ends_the_run(tmp_path: Path) -> None:
-    done = start(tmp_path, *PARTS, "strategy=parts", "trainer.devices=2", "algorithm.fail=rank 1", timeout=60)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_on_one_rank_ends_the_others(rank: int, tmp_path: Path) -> None:
+    done = start(tmp_path, *PARTS, "strategy=parts", "trainer.devices=2", f"algorithm.fail=rank {rank}")
     assert done.returncode != 0
-    assert "RuntimeError: fail=rank 1 was asked for." in done.stderr
+    assert f"RuntimeError: fail=rank {rank} was asked for." in done.stderr
     assert not any(alive(one["pid"]) for one in reports(tmp_path / "outputs" / "parts"))
 
 

@@ -135,7 +135,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refusa
         text=True,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(TESTS)},
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
