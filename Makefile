@@ -24,6 +24,7 @@ done = echo "== make $@: $(1) ($$(( $$(date +%s) - $(START) )) s)"
 export PYTHON TORCH_INDEX
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup train test test-all lint type format bench wheel clean distclean
 
@@ -90,7 +91,10 @@ format: setup ## format the code and mend what ruff can
 	$(call done,finished)
 
 bench: setup ## run every benchmark
-	@for file in benchmarks/bench_*.py; do
+	@shopt -s nullglob
+	files=(benchmarks/bench_*.py)
+	if [ $${#files[@]} = 0 ]; then echo "bench: benchmarks/ holds no bench_*.py" >&2; exit 1; fi
+	for file in "$${files[@]}"; do
 	    echo "== make bench: $$file"
 	    $(BIN)/python $$file
 	done

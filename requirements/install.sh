@@ -29,7 +29,6 @@ command -v cc >/dev/null ||
 
 echo "== setup: creating $venv with Python $version"
 "$python" -m venv --clear "$venv"
-export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 echo "== setup: installing torch"
 # shellcheck disable=SC2046  # one word a package
