@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from lightning_rlhf.batching.packing import flat_to_padded
 from lightning_rlhf.types import PromptBatch, Rollouts, RolloutSequence
 
 
@@ -118,3 +119,15 @@ def test_a_prompt_batch_forgets_its_rollouts_when_it_moves() -> None:
 def test_repeated_uids_in_a_step_are_refused() -> None:
     with pytest.raises(ValueError, match=r"repeated: \['a'\]"):
         PromptBatch(uids=["a", "a"], prompt_token_ids=[[1], [2]], prompts=["x", "x"], metadata=[{}, {}])
+
+
+def test_a12_an_eos_that_is_also_the_padding_stays_a_trained_token() -> None:
+    """eos = pad = 2: masks come from lengths, so the sampled EOS trains and padding never does."""
+    short = _sequence("a", 0, [7, 8, 2], prompt_token_ids=[5, 2, 6])
+    long = _sequence("b", 0, [7, 8, 9, 9, 2], prompt_token_ids=[2, 5, 2, 2, 6])
+    rollouts = Rollouts.from_sequences([short, long])
+    tokens = flat_to_padded(rollouts.tokens, rollouts.cu_seqlens, 2)
+    mask = flat_to_padded(rollouts.response_mask, rollouts.cu_seqlens, False)
+    assert tokens[0].tolist() == [5, 2, 6, 7, 8, 2, 2, 2, 2, 2]
+    assert mask[0].tolist() == [False] * 3 + [True] * 3 + [False] * 4
+    assert mask[1].tolist() == [False] * 5 + [True] * 5
