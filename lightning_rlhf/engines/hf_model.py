@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from lightning_rlhf.algorithms.log_probs import token_log_probs
 from lightning_rlhf.engines.packed_attention import PACKED_ATTENTION, PackedLayout
@@ -43,12 +46,24 @@ def load_causal_lm(model: str | Path | nn.Module, *, trained: bool, gradient_che
             )
         loaded = model if trained else copy.deepcopy(model)
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32)
+        with _no_progress_bar():  # one from each rank and engine would run through each other
+            loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32)
     loaded = loaded.float().requires_grad_(trained)
     loaded.set_attn_implementation(PACKED_ATTENTION)
     if gradient_checkpointing:
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return loaded
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    was_enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            hf_logging.enable_progress_bar()
 
 
 class PackedCausalLM(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineRegistry
 from lightning_rlhf.engines import checkpoint, fsdp2
@@ -203,6 +204,29 @@ def test_a_rank_that_cannot_cut_its_share_stops_all() -> None:
     assert "Another data-parallel rank" in second
 
 
+class _ReduceScatters(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_travel_once_however_many_micro_batches_there_are() -> None:
+    def run() -> list[int]:
+        counts = []
+        for micro_batch_size in (1, 8):
+            engine = _sharded(_config(micro_batch_size=micro_batch_size))
+            data = make_experience(LENGTHS).select(UNEVEN[dist.get_rank()])
+            with _ReduceScatters() as traffic:
+                engine.forward_backward_batch(data, policy_gradient)
+            counts.append(traffic.count)
+        return counts
+
+    # two layers and the root
+    assert run_distributed(run, 2) == [[3, 3]] * 2
+
+
 def test_metrics_are_joined_over_ranks() -> None:
     def loss(outputs: ModelOutputs, micro_batch: Experience) -> LossOutput:
         values = micro_batch.advantages[micro_batch.loss_mask]
@@ -212,7 +236,6 @@ def test_metrics_are_joined_over_ranks() -> None:
         )
 
     data = make_experience(LENGTHS)
-    values = data.advantages[data.loss_mask]
 
     def run() -> dict[str, float]:
         return _sharded(_config(micro_batch_size=1)).train_batch(data.select([[0, 1, 2], []][dist.get_rank()]), loss)

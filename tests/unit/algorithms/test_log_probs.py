@@ -107,7 +107,7 @@ def test_no_tokens_still_lead_back_to_both_inputs() -> None:
 
 def test_bf16_inputs_lose_nothing_but_their_own_rounding() -> None:
     hidden, head, labels = _inputs(200, torch.bfloat16)
-    log_probs, _ = token_log_probs(hidden, head, labels, chunk_size=64)
+    log_probs, _ = token_log_probs(hidden, head, labels, chunk_size=1)
     log_probs.sum().backward()
     exact_hidden = hidden.detach().double().requires_grad_()
     exact_head = head.detach().double().requires_grad_()
@@ -115,9 +115,9 @@ def test_bf16_inputs_lose_nothing_but_their_own_rounding() -> None:
     exact.sum().backward()
     assert hidden.grad.dtype is head.grad.dtype is torch.bfloat16
     torch.testing.assert_close(log_probs.double(), exact, atol=0.05, rtol=0)
-    # the head's gradient is summed over 200 tokens in fp32: a bf16 sum would be off by several percent
+    # the head's gradient is summed over 200 chunks in fp32: 0.0017 off; summed in bf16 it is 0.012 off
     error = (head.grad.double() - exact_head.grad).norm() / exact_head.grad.norm()
-    assert float(error) < 0.01
+    assert float(error) < 0.004
 
 
 class _LargestTensor(TorchDispatchMode):

@@ -73,6 +73,13 @@ def test_compute_is_balanced_and_not_tokens() -> None:
     assert _tokens([10, 20, 30, 40] * 8, even) == [200] * 4
 
 
+def test_compute_is_balanced_as_far_as_the_budget_has_room() -> None:
+    # attention makes the long row cost more than all the others, of which its micro-batch must still take one
+    lengths = [100] + [10] * 20
+    plan = plan_micro_batches(lengths, max_tokens=190, hidden_size=1)
+    assert [len(rows) for rows in plan] == [2, 19]
+
+
 def test_costliest_first_so_that_ranks_meet_their_large_ones_together() -> None:
     lengths = np.random.default_rng(0).integers(1, 90, 40).tolist()
     costs = sequence_costs(lengths)

@@ -228,11 +228,13 @@ def test_modes_set_the_model_and_put_it_back() -> None:
         assert torch.is_grad_enabled()
     assert not engine.module.training
     engine.module.train()
-    with pytest.raises(RuntimeError, match="inside"), engine.eval_mode():
+    with engine.eval_mode():
         assert not engine.module.training
         assert not torch.is_grad_enabled()
         assert not torch.is_inference_mode_enabled()
-        raise RuntimeError("inside")
+    assert engine.module.training
+    with pytest.raises(ValueError, match="no loss_weights"), engine.eval_mode():
+        engine.forward_backward_batch(dataclasses.replace(make_experience([4]), loss_weights=None), policy_gradient)
     assert engine.module.training
 
 
