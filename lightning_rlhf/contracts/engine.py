@@ -251,6 +251,8 @@ class EngineRegistry:
         for (model_type, backend), path in {
             ("language_model", "torch"): "lightning_rlhf.engines.torch:TorchEngine",
             ("language_model", "fsdp2"): "lightning_rlhf.engines.fsdp2:FSDP2Engine",
+            ("value_model", "torch"): "lightning_rlhf.engines.value_head:TorchValueEngine",
+            ("value_model", "fsdp2"): "lightning_rlhf.engines.value_head:FSDP2ValueEngine",
         }.items()
         for device in ("cpu", "cuda")
     }

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_rlhf.contracts.engine import EngineConfig
 from lightning_rlhf.engines.hf_engine import HFEngine
-from lightning_rlhf.engines.hf_model import PackedCausalLM
+from lightning_rlhf.engines.hf_model import PackedModel
 
 
 class FSDP2Engine(HFEngine):
@@ -39,7 +39,7 @@ class FSDP2Engine(HFEngine):
         self.reshard_after_forward = reshard_after_forward
         self._group = mesh.get_group() if mesh.ndim == 1 else _group_of_all(mesh)
 
-    def place(self, model: PackedCausalLM) -> None:
+    def place(self, model: PackedModel) -> None:
         """Shards the model, which every rank has loaded whole on the host."""
         # one replica is plain sharding: an axis of size 1 would cost an all-reduce of nothing at each layer
         names = self.mesh.mesh_dim_names

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedModel
 
 from lightning_rlhf.batching.micro_batch import plan_micro_batches
 from lightning_rlhf.contracts.engine import BaseEngine, LossFunction, OptimizerStepResult
 from lightning_rlhf.engines import checkpoint
-from lightning_rlhf.engines.hf_model import PackedCausalLM, load_causal_lm
+from lightning_rlhf.engines.hf_model import PackedCausalLM, PackedModel, load_causal_lm
 from lightning_rlhf.metrics import Metric, merge_metrics
 from lightning_rlhf.types import Experience, ModelOutputs
 
@@ -25,14 +26,14 @@ _CANNOT_PLAN = 2**40
 
 
 class HFEngine(BaseEngine):
-    """Trains a causal language model of transformers on packed micro-batches.
+    """Trains a model of transformers on packed micro-batches.
 
-    ``module`` is a ``PackedCausalLM``; the model itself is ``causal_lm``. A subclass places parameters on ranks and
+    ``module`` is a ``PackedModel``; the model itself is ``hf_model``. A subclass places parameters on ranks and
     sees to it that ``forward_backward_batch`` leaves gradients summed, not averaged, over data-parallel ranks.
     """
 
     @abstractmethod
-    def place(self, model: PackedCausalLM) -> None:
+    def place(self, model: PackedModel) -> None:
         """Puts parameters where they train, in place. Called once, before the optimizer is built. Collective."""
 
     @abstractmethod
@@ -50,7 +51,7 @@ class HFEngine(BaseEngine):
         causal_lm = load_causal_lm(
             self.config.model, trained=trained, gradient_checkpointing=self.config.gradient_checkpointing
         )
-        model = PackedCausalLM(causal_lm, logits_chunk_size=self.config.logits_chunk_size)
+        model = self.wrap(causal_lm)
         model.check()
         self.place(model)
         self.module = model.train(trained)
@@ -59,22 +60,30 @@ class HFEngine(BaseEngine):
             if self.config.lr_schedule is not None:
                 self.lr_scheduler = self.config.lr_schedule(self.optimizer)
 
+    def wrap(self, causal_lm: PreTrainedModel) -> PackedModel:
+        """The module that scores packed sequences with this model; here by its log-probs."""
+        return PackedCausalLM(causal_lm, logits_chunk_size=self.config.logits_chunk_size)
+
     @property
-    def packed(self) -> PackedCausalLM:
+    def packed(self) -> PackedModel:
         """The packed model, sharded or not.
 
         Raises:
             RuntimeError: before ``initialize``.
         """
-        if not isinstance(self.module, PackedCausalLM):
+        if not isinstance(self.module, PackedModel):
             raise RuntimeError(f"{type(self).__name__} has no model yet: call initialize() first.")
         return self.module
 
     @property
+    def hf_model(self) -> nn.Module:
+        """The model, whose parameters have Hugging Face names."""
+        return self.packed.hf_model
+
+    @property
     def causal_lm(self) -> nn.Module:
-        """The Hugging Face model, whose parameters have Hugging Face names."""
-        causal_lm: nn.Module = self.packed.causal_lm
-        return causal_lm
+        """``hf_model`` of an engine that trains a language model."""
+        return self.hf_model
 
     # --- modes --------------------------------------------------------------------------------------------------
 
@@ -116,8 +125,8 @@ class HFEngine(BaseEngine):
     ) -> dict[str, Metric]:
         """Runs all micro-batches of this rank's share of a mini-batch; see ``BaseEngine``. Collective.
 
-        Outputs have log-probs and entropies where ``response_mask``, 0 elsewhere. ``loss_function`` is called for empty
-        micro-batches as well, so that every rank has every metric.
+        Outputs are what the model scores tokens by (log-probs and entropies, or values), where ``response_mask``, 0
+        elsewhere. ``loss_function`` is called for empty micro-batches as well, so that every rank has every metric.
 
         Raises:
             ValueError: if ``data`` has no ``loss_weights``, or a sequence is longer than a micro-batch may be.
@@ -149,22 +158,23 @@ class HFEngine(BaseEngine):
                 f"{tuple(result.terms.shape)}. Leave masking and averaging to loss_weights."
             )
         weights = micro_batch.loss_weights
-        log_probs = outputs.log_probs
-        if weights is None or log_probs is None:
+        anchor = outputs.values if outputs.log_probs is None else outputs.log_probs
+        if weights is None or anchor is None:
             raise ValueError(_NO_LOSS_WEIGHTS)
         # The sum over no element is 0 and still leads back through every layer: also a micro-batch without rows, or a
-        # loss that reads no log-prob, takes part in the collectives of the backward.
-        return (result.terms * weights).sum() + log_probs[:0].sum(), result.metrics
+        # loss that reads no output, takes part in the collectives of the backward.
+        return (result.terms * weights).sum() + anchor[:0].sum(), result.metrics
 
     def infer_batch(self, data: Experience, *, entropy: bool = False) -> ModelOutputs:
         """Forward without gradients over this rank's rows, outputs in the caller's order. Collective.
 
         Args:
             data: this rank's rows; may hold none.
-            entropy: also entropies.
+            entropy: a language model's entropies as well.
 
         Returns:
-            Log-probs (and entropies) ``[num_tokens]`` where ``response_mask``, 0 elsewhere, on the engine's device.
+            ``[num_tokens]`` where ``response_mask``, 0 elsewhere, on the engine's device: log-probs (and entropies), or
+            values.
 
         Raises:
             ValueError: if a sequence is longer than a micro-batch may be.
@@ -172,16 +182,16 @@ class HFEngine(BaseEngine):
         """
         plan = self._plan(data)
         data = data.to(self.device)
-        log_probs = torch.zeros(data.num_tokens, device=self.device)
-        entropies = torch.zeros(data.num_tokens, device=self.device) if entropy else None
+        found: dict[str, Tensor] = {}
         with self.eval_mode():
             for rows in plan:
                 outputs = self._forward(data.select(rows), entropy=entropy)
                 places = _token_places(data.cu_seqlens, rows)
-                for target, values in ((log_probs, outputs.log_probs), (entropies, outputs.entropy)):
-                    if target is not None and values is not None:
-                        target[places] = values
-        return ModelOutputs(log_probs=log_probs, entropy=entropies)
+                for name in self.packed.output_names:
+                    values: Tensor | None = getattr(outputs, name)
+                    if values is not None:
+                        found.setdefault(name, torch.zeros(data.num_tokens, device=self.device))[places] = values
+        return ModelOutputs(**found)
 
     def _forward(self, micro_batch: Experience, *, entropy: bool) -> ModelOutputs:
         tokens, cu_seqlens, mask = micro_batch.tokens, micro_batch.cu_seqlens, micro_batch.response_mask
@@ -190,10 +200,9 @@ class HFEngine(BaseEngine):
             tokens, mask = tokens.new_zeros(1), mask.new_zeros(1)
             cu_seqlens = torch.tensor([0, 1], device=self.device)
         with self.autocast():
-            log_probs, entropies = self.packed(tokens, cu_seqlens, mask, micro_batch.temperature, entropy)
-        return ModelOutputs(
-            log_probs=log_probs[:num_tokens], entropy=None if entropies is None else entropies[:num_tokens]
-        )
+            scores = self.packed(tokens, cu_seqlens, mask, micro_batch.temperature, entropy)
+        named = zip(self.packed.output_names, scores, strict=True)
+        return ModelOutputs(**{name: None if values is None else values[:num_tokens] for name, values in named})
 
     def autocast(self) -> torch.autocast:
         """Context of a forward; a back end that casts parameters itself leaves it off."""
@@ -256,17 +265,22 @@ class HFEngine(BaseEngine):
         A head tied to the embedding has no entry of its own. Every rank must drain the generator: a consumer that
         fails on one rank goes on drawing, or the others wait for it in a gather.
         """
-        for name, parameter in self.causal_lm.named_parameters():
+        for name, parameter in self.hf_model.named_parameters():
             detached = parameter.detach()
             yield name, detached.full_tensor() if isinstance(detached, DTensor) else detached
 
+    @property
+    def state_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold parts of the model's state, and write and read checkpoints together."""
+        return self.data_parallel_group
+
     def save_checkpoint(self, path: Path) -> None:
         """Writes parameters, optimizer state and schedule into the folder ``path``. Collective."""
-        checkpoint.save(path, self.causal_lm, self.optimizer, self.lr_scheduler, group=self.data_parallel_group)
+        checkpoint.save(path, self.hf_model, self.optimizer, self.lr_scheduler, group=self.state_group)
 
     def load_checkpoint(self, path: Path) -> None:
         """Reads what ``save_checkpoint`` wrote, also on another number of ranks. Collective."""
-        checkpoint.load(path, self.causal_lm, self.optimizer, self.lr_scheduler, group=self.data_parallel_group)
+        checkpoint.load(path, self.hf_model, self.optimizer, self.lr_scheduler, group=self.state_group)
 
     def to(self, device: torch.device, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves the named parts between device and host memory.

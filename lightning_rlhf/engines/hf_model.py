@@ -1,18 +1,20 @@
-"""A Hugging Face causal language model over packed sequences: hidden states, and the head only where it is asked."""
+"""A Hugging Face model over packed sequences: hidden states, and the head only where it is asked."""
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
+from typing_extensions import override
 
 from lightning_rlhf.algorithms.log_probs import token_log_probs
 from lightning_rlhf.engines.packed_attention import PACKED_ATTENTION, PackedLayout
@@ -66,37 +68,139 @@ def _no_progress_bar() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-class PackedCausalLM(nn.Module):
-    """Log-probs and entropies of packed sequences.
+class PackedModel(nn.Module, ABC):
+    """Scores the tokens of packed sequences; a subclass says with which head.
 
     One module with one ``forward``, so that sharding hooks at its root see every use of embedding and head.
 
     Args:
-        causal_lm: the model, see ``load_causal_lm``.
-        logits_chunk_size: tokens whose logits are held at a time.
+        hf_model: decoder with head, its parameters under Hugging Face names.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, *, logits_chunk_size: int) -> None:
+    output_names: ClassVar[tuple[str, ...]]
+    """The fields of ``ModelOutputs`` that ``forward`` gives, in order."""
+
+    def __init__(self, hf_model: nn.Module) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
-        self.logits_chunk_size = logits_chunk_size
+        self.hf_model = hf_model
+
+    @abstractmethod
+    def score(self, states: Tensor, labels: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor | None, ...]:
+        """What the head says of tokens, from the hidden states before them.
+
+        Args:
+            states: ``[N, hidden_size]``.
+            labels: ``[N]`` int64, the tokens that came next.
+            temperature: of the distribution over tokens.
+            entropy: also its entropy.
+
+        Returns:
+            ``[N]`` fp32 for each of ``output_names``, or None.
+        """
 
     @property
     def hidden_size(self) -> int:
         """Of the hidden states."""
-        return int(self.causal_lm.config.get_text_config().hidden_size)
+        return int(self._model.config.get_text_config().hidden_size)
 
     @torch.no_grad()
     def check(self) -> None:
         """Computes what the packed forward takes for granted, on four tokens, before anything is sharded.
 
         Raises:
-            ValueError: if packed sequences touch each other (a recurrent or convolutional layer), or if the head does
-                more than one matrix product (a bias, a scale, a soft cap).
+            ValueError: if packed sequences touch each other (a recurrent or convolutional layer).
         """
-        device = self.causal_lm.device
-        tokens = torch.tensor([0, 1, 0, 1], device=device)
-        layout = PackedLayout(torch.tensor([0, 2, 4], device=device))
+        tokens, layout = self._two_equal_sequences()
+        was_training = self.training
+        self.eval()
+        states = self._states(tokens, layout)
+        self.train(was_training)
+        if not torch.allclose(states[:2], states[2:], rtol=1e-4, atol=1e-4):
+            raise ValueError(
+                f"{type(self.hf_model).__name__} cannot train on packed sequences: of two equal ones the second comes "
+                f"out different, so some layer mixes neighbours. Use a model whose tokens meet in attention alone."
+            )
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order: the units of sharding."""
+        names: Any = self._model._no_split_modules or ()
+        return [module for module in self.hf_model.modules() if type(module).__name__ in names]
+
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor, score_mask: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Scores the tokens that ``score_mask`` marks.
+
+        A language model's head is by far the largest matrix of a small model: rows that nobody reads are not put
+        through it.
+
+        Args:
+            tokens: ``[num_tokens]`` int64, at least one.
+            cu_seqlens: ``[B+1]`` int64.
+            score_mask: ``[num_tokens]`` bool, tokens whose scores are read.
+            temperature: logits are divided by it.
+            entropy: also entropies.
+
+        Returns:
+            ``[num_tokens]`` fp32 for each of ``output_names`` (None for what is not asked), at the token that they
+            describe; 0 off the mask and at each sequence's first token, which nothing comes before.
+        """
+        layout = PackedLayout(cu_seqlens)
+        states = self._states(tokens, layout)
+        scored = torch.nonzero(score_mask & (layout.position_ids > 0)).squeeze(-1)
+        # the state at the token before predicts a token
+        scores = self.score(states[scored - 1], tokens[scored], temperature=temperature, entropy=entropy)
+
+        def at_tokens(values: Tensor) -> Tensor:
+            return values.new_zeros(len(tokens)).index_copy(0, scored, values)
+
+        return tuple(None if values is None else at_tokens(values) for values in scores)
+
+    def _states(self, tokens: Tensor, layout: PackedLayout) -> Tensor:
+        states: Tensor = self._model.base_model(
+            input_ids=tokens[None], position_ids=layout.position_ids[None], use_cache=False, packed_layout=layout
+        ).last_hidden_state[0]
+        return states
+
+    def _two_equal_sequences(self) -> tuple[Tensor, PackedLayout]:
+        device = next(self.parameters()).device
+        return torch.tensor([0, 1, 0, 1], device=device), PackedLayout(torch.tensor([0, 2, 4], device=device))
+
+    @property
+    def _model(self) -> Any:
+        """``hf_model``, of which transformers fixes more than ``nn.Module`` says."""
+        return self.hf_model
+
+
+class PackedCausalLM(PackedModel):
+    """Log-probs and entropies of packed sequences.
+
+    Args:
+        causal_lm: the model, see ``load_causal_lm``.
+        logits_chunk_size: tokens whose logits are held at a time.
+    """
+
+    output_names = ("log_probs", "entropy")
+
+    def __init__(self, causal_lm: PreTrainedModel, *, logits_chunk_size: int) -> None:
+        super().__init__(causal_lm)
+        self.logits_chunk_size = logits_chunk_size
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The model."""
+        return self.hf_model
+
+    @override
+    @torch.no_grad()
+    def check(self) -> None:
+        """Also computes what scoring takes for granted of the head.
+
+        Raises:
+            ValueError: also if the head does more than one matrix product (a bias, a scale, a soft cap).
+        """
+        super().check()
+        tokens, layout = self._two_equal_sequences()
         was_training = self.training
         self.eval()
         states = self._states(tokens, layout)
@@ -104,64 +208,24 @@ class PackedCausalLM(nn.Module):
             input_ids=tokens[None], position_ids=layout.position_ids[None], use_cache=False, packed_layout=layout
         ).logits[0]
         self.train(was_training)
-        name = type(self.causal_lm).__name__
-        if not torch.allclose(states[:2], states[2:], rtol=1e-4, atol=1e-4):
-            raise ValueError(
-                f"{name} cannot train on packed sequences: of two equal ones the second comes out different, so some "
-                f"layer mixes neighbours. Use a model whose tokens meet in attention alone."
-            )
         if not torch.allclose(own, states @ self._head_weight.t(), rtol=1e-4, atol=1e-3):
             raise ValueError(
-                f"{name}'s logits are not its last hidden states times the head's weight (is there a bias, a scale or "
-                f"a soft cap?). Chunked log-probs compute that product alone; use a model with a plain head."
+                f"{type(self.causal_lm).__name__}'s logits are not its last hidden states times the head's weight (is "
+                f"there a bias, a scale or a soft cap?). Chunked log-probs compute that product alone; use a model "
+                f"with a plain head."
             )
 
-    def layers(self) -> list[nn.Module]:
-        """The decoder layers, in order: the units of sharding."""
-        names: Any = self.causal_lm._no_split_modules or ()
-        return [module for module in self.causal_lm.modules() if type(module).__name__ in names]
-
-    def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor, score_mask: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scores the tokens that ``score_mask`` marks.
-
-        The head is by far the largest matrix of a small model: rows that nobody reads are not put through it.
-
-        Args:
-            tokens: ``[num_tokens]`` int64, at least one.
-            cu_seqlens: ``[B+1]`` int64.
-            score_mask: ``[num_tokens]`` bool, tokens whose log-probs are read.
-            temperature: logits are divided by it.
-            entropy: also entropies.
-
-        Returns:
-            Log-probs and entropies ``[num_tokens]`` fp32, at the token that they describe; 0 off the mask and at each
-            sequence's first token, which nothing predicts.
-        """
-        layout = PackedLayout(cu_seqlens)
-        states = self._states(tokens, layout)
-        scored = torch.nonzero(score_mask & (layout.position_ids > 0)).squeeze(-1)
-        # the state at the token before predicts a token
-        log_probs, entropies = token_log_probs(
-            states[scored - 1],
+    @override
+    def score(self, states: Tensor, labels: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor | None, ...]:
+        """Log-probs of the labels in nats, and the entropies of the distributions that they were drawn from."""
+        return token_log_probs(
+            states,
             self._head_weight,
-            tokens[scored],
+            labels,
             temperature=temperature,
             chunk_size=self.logits_chunk_size,
             entropy=entropy,
         )
-
-        def at_tokens(values: Tensor) -> Tensor:
-            return values.new_zeros(len(tokens)).index_copy(0, scored, values)
-
-        return at_tokens(log_probs), None if entropies is None else at_tokens(entropies)
-
-    def _states(self, tokens: Tensor, layout: PackedLayout) -> Tensor:
-        states: Tensor = self.causal_lm.base_model(
-            input_ids=tokens[None], position_ids=layout.position_ids[None], use_cache=False, packed_layout=layout
-        ).last_hidden_state[0]
-        return states
 
     @property
     def _head_weight(self) -> Tensor:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lightning_rlhf.contracts.engine import EngineConfig
 from lightning_rlhf.engines.hf_engine import HFEngine
-from lightning_rlhf.engines.hf_model import PackedCausalLM
+from lightning_rlhf.engines.hf_model import PackedModel
 
 
 class TorchEngine(HFEngine):
@@ -29,7 +29,7 @@ class TorchEngine(HFEngine):
         super().__init__(config, device=device)
         self._group = process_group
 
-    def place(self, model: PackedCausalLM) -> None:
+    def place(self, model: PackedModel) -> None:
         """Moves the model to the device; all replicas take the first rank's parameters."""
         model.to(self.device)
         if self._group is not None:
