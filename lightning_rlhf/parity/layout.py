@@ -1,0 +1,67 @@
+"""From ``fsdp2_rl`` and ``dp_shard=2,sp=2`` to a strategy that Lightning knows by that name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_rlhf.strategies.base import RLStrategy
+from lightning_rlhf.strategies.register import register_strategies
+
+_SUFFIX = "_size"
+
+
+def parse_layout(text: str) -> dict[str, int]:
+    """Axis name to size.
+
+    Args:
+        text: ``axis=size`` pairs with commas between them.
+
+    Raises:
+        ValueError: if a pair cannot be read, an axis comes twice, or a size is below 1.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if not axis or not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"--layout: cannot read {part!r}; expected axis=size pairs such as dp_shard=2,sp=2.")
+        if axis in sizes:
+            raise ValueError(f"--layout: {axis} is given twice.")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def world_size(layout: Mapping[str, int]) -> int:
+    """Processes of a layout."""
+    return math.prod(layout.values())
+
+
+def build_strategy(name: str, layout: Mapping[str, int], *, timeout_seconds: float = 600.0) -> RLStrategy:
+    """The strategy registered under ``name``, with the layout's sizes.
+
+    Args:
+        name: such as ``fsdp2_rl``.
+        layout: axis to size; the constructor's ``<axis>_size`` takes it.
+        timeout_seconds: how long a collective may wait for a peer.
+
+    Raises:
+        ValueError: for a name that no RL strategy has, or an axis that it does not take.
+    """
+    register_strategies()
+    known = sorted(entry for entry in StrategyRegistry if str(entry).endswith("_rl"))
+    if name not in known:
+        raise ValueError(f"--strategy: {name} is not available yet. There is {', '.join(known)}.")
+    default = StrategyRegistry.get(name)
+    if not isinstance(default, RLStrategy):
+        raise ValueError(f"--strategy: {name} is a {type(default).__name__}, not an RL strategy with engines.")
+    parameters = inspect.signature(type(default)).parameters
+    axes = [parameter.removesuffix(_SUFFIX) for parameter in parameters if parameter.endswith(_SUFFIX)]
+    unknown = [axis for axis in layout if axis not in axes]
+    if unknown:
+        raise ValueError(f"--layout: {name} has no axis {', '.join(unknown)}; it has {', '.join(axes)}.")
+    sizes = {f"{axis}{_SUFFIX}": size for axis, size in layout.items()}
+    strategy: RLStrategy = StrategyRegistry[name]["strategy"](**sizes, timeout_seconds=timeout_seconds)
+    return strategy
