@@ -15,12 +15,13 @@ from typing_extensions import override
 
 from lightning_rlhf.batching.checks import check_batch_sizes
 from lightning_rlhf.callbacks.on_policy import as_on_policy
+from lightning_rlhf.callbacks.shared_rollout import generate_in_shares
 from lightning_rlhf.callbacks.weight_sync import WeightSync
 from lightning_rlhf.contracts.callback import RLCallback
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.on_policy import OnPolicyModule
-from lightning_rlhf.types import PromptBatch
+from lightning_rlhf.types import PromptBatch, Rollouts
 
 
 class RolloutCallback(RLCallback):
@@ -158,8 +159,14 @@ class RolloutCallback(RLCallback):
         engine = self._ensure_engine(trainer, module)
         if self._sync is not None:
             self._sync.ensure_fresh(module, engine)
+
+        def generate(prompts: PromptBatch) -> Rollouts:
+            return engine.generate(prompts, sampling, rl_step=module.rl_step)
+
         with module.timed("rollout"):
-            batch.rollouts = engine.generate(batch, sampling, rl_step=module.rl_step)
+            batch.rollouts = generate_in_shares(
+                batch, generate, module.score, group=module.actor.model_parallel_group, device=module.actor.device
+            )
 
     def _ensure_engine(self, trainer: pl.Trainer, module: OnPolicyModule) -> RolloutEngine:
         if self.engine is None:

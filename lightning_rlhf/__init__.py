@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from lightning_rlhf.data import JSONLPrompts, PromptDataModule, ReasoningGymPrompts
     from lightning_rlhf.modules import GRPO
-    from lightning_rlhf.strategies import FSDP2RLStrategy, RLStrategy
+    from lightning_rlhf.strategies import FSDP2RLStrategy, RLStrategy, UlyssesRLStrategy
 
 _PUBLIC = {
     "FSDP2RLStrategy": "lightning_rlhf.strategies",
@@ -40,6 +40,7 @@ _PUBLIC = {
     "RunReport": "lightning_rlhf.callbacks",
     "SampleTable": "lightning_rlhf.callbacks",
     "Throughput": "lightning_rlhf.callbacks",
+    "UlyssesRLStrategy": "lightning_rlhf.strategies",
     "VLLMRollout": "lightning_rlhf.callbacks",
     "WeightSync": "lightning_rlhf.callbacks",
 }
@@ -58,6 +59,7 @@ __all__ = [
     "RunReport",
     "SampleTable",
     "Throughput",
+    "UlyssesRLStrategy",
     "VLLMRollout",
     "WeightSync",
 ]

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_rlhf.strategies.base import RLStrategy
     from lightning_rlhf.strategies.fsdp2 import FSDP2RLStrategy
+    from lightning_rlhf.strategies.ulysses import UlyssesRLStrategy
 
-_PUBLIC = {"RLStrategy": "base", "FSDP2RLStrategy": "fsdp2"}
+_PUBLIC = {"RLStrategy": "base", "FSDP2RLStrategy": "fsdp2", "UlyssesRLStrategy": "ulysses"}
 
-__all__ = ["FSDP2RLStrategy", "RLStrategy"]
+__all__ = ["FSDP2RLStrategy", "RLStrategy", "UlyssesRLStrategy"]
 
 
 def __getattr__(name: str) -> Any:

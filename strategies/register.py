@@ -13,7 +13,15 @@ def _fsdp2_rl(**kwargs: Any) -> Any:
     return FSDP2RLStrategy(**kwargs)
 
 
+def _ulysses_rl(**kwargs: Any) -> Any:
+    from lightning_rlhf.strategies.ulysses import UlyssesRLStrategy
+
+    return UlyssesRLStrategy(**kwargs)
+
+
 def register_strategies() -> None:
-    """Registers ``fsdp2_rl``; a second call changes nothing."""
+    """Registers ``fsdp2_rl`` and ``ulysses_rl``; a second call changes nothing."""
     if "fsdp2_rl" not in StrategyRegistry:
         StrategyRegistry.register("fsdp2_rl", _fsdp2_rl, description="FSDP2 engines for reinforcement learning")
+    if "ulysses_rl" not in StrategyRegistry:
+        StrategyRegistry.register("ulysses_rl", _ulysses_rl, description="FSDP2 engines with sequence parallelism")

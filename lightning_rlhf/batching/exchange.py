@@ -21,7 +21,8 @@ def all_gather_bytes(payload: bytes, *, group: dist.ProcessGroup | None, device:
     dist.all_gather(sizes, size, group=group)
     longest = max(int(s) for s in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(payload)] = torch.tensor(list(payload), dtype=torch.uint8, device=device)
+    if payload:
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     gathered = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(gathered, padded, group=group)
     return [bytes(part[: int(s)].cpu().numpy()) for part, s in zip(gathered, sizes, strict=True)]
@@ -50,13 +51,18 @@ def assert_same_plan(
     if data_parallel_size == 1:
         return
     mine = plan.checksum()
-    extremes = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    if int(extremes[0]) != -int(extremes[1]):
+    if not equal_on_all_ranks(mine, group=group, device=device):
         raise RuntimeError(
             f"Data-parallel rank {dist.get_rank(group)} derived another plan (checksum {mine}) than its peers: the "
             "ranks must share seed, mini_batch_size and reward code."
         )
+
+
+def equal_on_all_ranks(number: int, *, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether all ranks hold this number, which has at most 62 bits; all get the same answer. Collective."""
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return int(extremes[0]) == -int(extremes[1])
 
 
 def exchange_rows(

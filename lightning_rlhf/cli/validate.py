@@ -223,12 +223,15 @@ def data_parallel_size(values: dict[str, Any]) -> int | None:
     """Data-parallel ranks that the Trainer will start, or None if only the machine can say."""
     devices, nodes = values.get("trainer.devices"), values.get("trainer.num_nodes", 1)
     if isinstance(devices, ListConfig):
-        return len(devices) * int(nodes)
+        devices = len(devices)
     if isinstance(devices, str) and devices.isdecimal():
         devices = int(devices)
     if devices == "auto" and values.get("trainer.accelerator") == "cpu":
         devices = 1
-    return devices * int(nodes) if isinstance(devices, int) and devices > 0 else None
+    if not isinstance(devices, int) or devices < 1:
+        return None
+    # ranks that share a sequence count as one; whether the sizes fit the processes is the strategy's to check
+    return max(devices * int(nodes) // int(values.get("strategy.sp_size", 1)), 1)
 
 
 def _size_problems(values: dict[str, Any]) -> list[str]:

@@ -180,9 +180,14 @@ class BaseEngine(ABC):
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold different rows; None for one process."""
 
+    @property
+    def model_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same rows and share the work on them; None where each rank has rows of its own."""
+        return None
+
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank speaks for its model-parallel group: outputs are read and logged from it."""
-        return True
+        return self.model_parallel_group is None or dist.get_rank(self.model_parallel_group) == 0
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Within it the model is the frozen base of its adapter.
@@ -251,8 +256,10 @@ class EngineRegistry:
         for (model_type, backend), path in {
             ("language_model", "torch"): "lightning_rlhf.engines.torch:TorchEngine",
             ("language_model", "fsdp2"): "lightning_rlhf.engines.fsdp2:FSDP2Engine",
+            ("language_model", "ulysses"): "lightning_rlhf.engines.ulysses:UlyssesEngine",
             ("value_model", "torch"): "lightning_rlhf.engines.value_head:TorchValueEngine",
             ("value_model", "fsdp2"): "lightning_rlhf.engines.value_head:FSDP2ValueEngine",
+            ("value_model", "ulysses"): "lightning_rlhf.engines.ulysses:UlyssesValueEngine",
         }.items()
         for device in ("cpu", "cuda")
     }
