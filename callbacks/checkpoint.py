@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -47,6 +49,7 @@ class RLCheckpoint(ModelCheckpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.dirpath = str(self._directory(trainer))
+        self._last_rl_step_saved = -1
         super().setup(trainer, pl_module, stage)
 
     @override
@@ -77,7 +80,13 @@ class RLCheckpoint(ModelCheckpoint):
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         directory = self._directory(trainer)
         found = [(int(match[1]), path) for path in directory.glob("*.ckpt") if (match := _NAME.match(path.name))]
-        whole = [(rl_step, path) for rl_step, path in found if path.is_file() or is_complete(path)]
+        # one file of a plain strategy is a zip archive, whose directory is written last
+        whole = [(n, path) for n, path in found if (is_complete(path) if path.is_dir() else is_zipfile(path))]
+        passed_over = sorted(path.name for item in found if item not in whole for path in item[1:])
+        if passed_over:
+            rank_zero_warn(
+                f"{directory} holds checkpoints that are not whole: {', '.join(passed_over)}; they are ignored."
+            )
         # by its number, not by its time: copying a run's folder must not change what "last" means
         return {str(max(whole)[1])} if whole else set()
 

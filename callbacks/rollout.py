@@ -56,6 +56,11 @@ class RolloutCallback(RLCallback):
         max_model_len: int = 2048,
         weight_sync: bool = True,
     ) -> None:
+        if temperature == 0:
+            raise ValueError(
+                "temperature=0 samples the same response again and again, so a group has nothing to compare. Use a "
+                "positive temperature; validation is greedy by itself."
+            )
         self.sampling = SamplingConfig(
             n=num_rollouts,
             max_new_tokens=max_new_tokens,
@@ -78,6 +83,7 @@ class RolloutCallback(RLCallback):
         self.max_model_len = max_model_len
         self.weight_sync = weight_sync
         self.engine: RolloutEngine | None = None
+        self._engine_model: str | Path | nn.Module | None = None
         self._model_directory: TemporaryDirectory[str] | None = None
         self._sync: WeightSync | None = None
 
@@ -148,8 +154,18 @@ class RolloutCallback(RLCallback):
         self._fill(trainer, as_on_policy(pl_module, callback=self), batch, self.eval_sampling)
 
     @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if not self.weight_sync:
+            raise ValueError(
+                f"{type(self).__name__}(weight_sync=False) samples from the weights that the run started with, which "
+                f"no checkpoint holds: it cannot go on from one."
+            )
+
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._shutdown()
+        self.shutdown()
 
     def _fill(self, trainer: pl.Trainer, module: OnPolicyModule, batch: PromptBatch, sampling: SamplingConfig) -> None:
         if batch.rollouts is not None:
@@ -169,11 +185,14 @@ class RolloutCallback(RLCallback):
             )
 
     def _ensure_engine(self, trainer: pl.Trainer, module: OnPolicyModule) -> RolloutEngine:
+        if self.engine is not None and self._engine_model is not module.actor_config.model:
+            self.shutdown()  # another module's directory and tokenizer
         if self.engine is None:
+            self._engine_model = module.actor_config.model
             self.engine = self.build_engine(trainer, self._directory_of(module))
             if not self.weight_sync:
                 self.engine.load_weights(module.actor.get_per_tensor_param())
-                self.engine.weight_version = module.policy_version
+                self.engine.weight_version = 0
         return self.engine
 
     def _directory_of(self, module: OnPolicyModule) -> str | Path:
@@ -186,7 +205,8 @@ class RolloutCallback(RLCallback):
         module.tokenizer.save_pretrained(self._model_directory.name)
         return self._model_directory.name
 
-    def _shutdown(self) -> None:
+    def shutdown(self) -> None:
+        """Frees the engine, which outlives ``fit``, ``validate`` and ``test``; a process holds one vLLM at a time."""
         if self.engine is not None:
             self.engine.shutdown()
             self.engine = None

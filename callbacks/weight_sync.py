@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -64,10 +64,19 @@ class WeightSync(RLCallback):
             with module.timed("sync"):
                 self._keep(module, self._manager.update_weights(module.policy_version))
 
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # the version that comes with the checkpoint may equal the engine's by chance
+        self._manager = None
+
     def ensure_fresh(self, module: OnPolicyModule, rollout: RolloutEngine) -> None:
         """Pushes if the rollout engine does not hold the module's policy version. Collective."""
         if self._manager is None or self._manager.rollout is not rollout or self._manager.engine is not module.actor:
             self._manager = self._build_manager(module, rollout)
+            # versions are counted by each module for itself: equal numbers of two modules are not equal weights
+            rollout.weight_version = None
         with module.timed("sync"):
             receipt = self._manager.ensure_fresh(module.policy_version)
         if receipt is not None:

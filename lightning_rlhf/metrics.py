@@ -54,6 +54,12 @@ class Metric:
         neutral = values.new_full((1,), -math.inf)
         return cls(value=torch.cat([values, neutral]).max(), weight=_count(values), reduction="max")
 
+    @classmethod
+    def of(cls, value: Tensor) -> Metric:
+        """One value, to be averaged with others of its kind; unlike in ``mean`` a NaN stays visible."""
+        value = value.detach().double()
+        return cls(value=value, weight=torch.ones_like(value), reduction="mean")
+
     def merge(self, other: Metric) -> Metric:
         """Joins two parts of the same metric.
 
@@ -96,9 +102,9 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     return joined
 
 
-def reduce_metrics(
+def join_ranks(
     metrics: Mapping[str, Metric], group: dist.ProcessGroup | None = None, *, distributed: bool = False
-) -> dict[str, float]:
+) -> dict[str, Metric]:
     """Joins metrics over the ranks of ``group`` with two collectives, whatever their number.
 
     Every rank must hold the same names; a loss function gives them all, also for an empty micro-batch.
@@ -107,30 +113,37 @@ def reduce_metrics(
         metrics: this rank's parts.
         group: data-parallel group; None means the default group.
         distributed: False keeps the parts local (one process).
-
-    Returns:
-        Name to value, without those that observed nothing.
     """
     names = sorted(metrics)
-    if distributed and names:
-        summed = torch.stack(
-            [
-                torch.stack([m.value if m.reduction in ("sum", "mean") else torch.zeros_like(m.value), m.weight])
-                for m in (metrics[name] for name in names)
-            ]
-        )
-        # minimum of -x is the maximum: one collective serves min and max
-        extremes = torch.stack(
-            [-metrics[n].value if metrics[n].reduction == "max" else metrics[n].value for n in names]
-        )
-        dist.all_reduce(summed, group=group)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
-        joined = {}
-        for row, name in enumerate(names):
-            reduction = metrics[name].reduction
-            extreme = -extremes[row] if reduction == "max" else extremes[row]
-            value = summed[row, 0] if reduction in ("sum", "mean") else extreme
-            joined[name] = Metric(value=value, weight=summed[row, 1], reduction=reduction)
-        metrics = joined
-    computed = {name: metrics[name].compute() for name in names}
+    if not distributed or not names:
+        return dict(metrics)
+    summed = torch.stack(
+        [
+            torch.stack([m.value if m.reduction in ("sum", "mean") else torch.zeros_like(m.value), m.weight])
+            for m in (metrics[name] for name in names)
+        ]
+    )
+    # minimum of -x is the maximum: one collective serves min and max
+    extremes = torch.stack([-metrics[n].value if metrics[n].reduction == "max" else metrics[n].value for n in names])
+    dist.all_reduce(summed, group=group)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
+    joined = {}
+    for row, name in enumerate(names):
+        reduction = metrics[name].reduction
+        extreme = -extremes[row] if reduction == "max" else extremes[row]
+        value = summed[row, 0] if reduction in ("sum", "mean") else extreme
+        joined[name] = Metric(value=value, weight=summed[row, 1], reduction=reduction)
+    return joined
+
+
+def compute_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Name to value, without those that observed nothing."""
+    computed = {name: metric.compute() for name, metric in metrics.items()}
     return {name: value for name, value in computed.items() if value is not None}
+
+
+def reduce_metrics(
+    metrics: Mapping[str, Metric], group: dist.ProcessGroup | None = None, *, distributed: bool = False
+) -> dict[str, float]:
+    """``join_ranks`` and ``compute_metrics`` in one."""
+    return compute_metrics(join_ranks(metrics, group, distributed=distributed))

@@ -129,7 +129,8 @@ class FlatBatch:
         """Joins batches along the sequence axis.
 
         Raises:
-            ValueError: if there is no batch, or a field is set in one batch and missing in another.
+            ValueError: if there is no batch, a field is set in one batch and missing in another, or batches were
+                sampled at different temperatures.
         """
         if not batches:
             raise ValueError(f"{cls.__name__}.cat needs at least one batch.")
@@ -141,6 +142,8 @@ class FlatBatch:
         for spec in dataclasses.fields(cls):
             values = [getattr(batch, spec.name) for batch in batches]
             if spec.metadata.get("kind") is None:
+                if spec.name != "cu_seqlens" and any(value != values[0] for value in values):
+                    raise ValueError(f"{cls.__name__}.cat: {spec.name} differs between the batches: {values}.")
                 continue
             if any(value is None for value in values):
                 if not all(value is None for value in values):

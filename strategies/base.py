@@ -103,6 +103,25 @@ class RLStrategy(ParallelStrategy):
         self.engines[config.role] = engine
         return engine
 
+    def adopt_engine(self, role: str, engine: BaseEngine) -> None:
+        """Takes over an engine that an earlier Trainer has built on the same layout and in the same precision.
+
+        Raises:
+            ValueError: if it does not fit; the message names the difference.
+        """
+        facts = {
+            "back end": (engine.backend, self.backend),
+            "data-parallel size": (engine.data_parallel_size, self.distributed_sampler_kwargs["num_replicas"]),
+            "compute dtype": (engine.config.compute_dtype, _COMPUTE_DTYPES[str(self.precision_plugin.precision)]),
+        }
+        for name, (has, wanted) in facts.items():
+            if has != wanted:
+                raise ValueError(
+                    f"The module's {role} engine was built by another Trainer with {name} {has}, this one {wanted}. "
+                    f"Start from a new module and pass the checkpoint as ckpt_path=."
+                )
+        self.engines[role] = engine
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ import torch
 from lightning_rlhf.contracts.callback import RNG_STATE_KEY
 
 if TYPE_CHECKING:
+    from lightning_rlhf.contracts.engine import BaseEngine
     from lightning_rlhf.strategies.base import RLStrategy
 
 MANIFEST = "manifest.json"
@@ -33,29 +36,60 @@ TRAINER_STATE = "trainer.pt"
 def save(strategy: RLStrategy, checkpoint: dict[str, Any], path: Path) -> None:
     """Writes one checkpoint. Collective."""
     part = path.with_name(path.name + ".part")
-    if strategy.is_global_zero:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    strategy.barrier()
-    for role, engine in strategy.engines.items():
-        if engine.optimizer is not None:
-            engine.save_checkpoint(part / role)
     checkpoint = dict(checkpoint)
-    torch.save(checkpoint.pop(RNG_STATE_KEY, None), part / f"rng_{strategy.global_rank}.pt")
-    if strategy.is_global_zero:
-        # the engines' folders hold these
-        checkpoint.pop("optimizer_states", None)
-        torch.save(checkpoint, part / TRAINER_STATE)
-    strategy.barrier()
-    if strategy.is_global_zero:
-        files = {str(file.relative_to(part)): file.stat().st_size for file in sorted(part.rglob("*")) if file.is_file()}
-        (part / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
-        _replace(part, path)
-    strategy.barrier()
+    rng = checkpoint.pop(RNG_STATE_KEY, None)
+    checkpoint.pop("optimizer_states", None)  # the engines' folders hold these
+    with _all_ranks(strategy, path):
+        if strategy.is_global_zero:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+    for role, engine in _trained(strategy).items():
+        engine.save_checkpoint(part / role)
+    with _all_ranks(strategy, path):
+        torch.save(rng, part / f"rng_{strategy.global_rank}.pt")
+        if strategy.is_global_zero:
+            torch.save(checkpoint, part / TRAINER_STATE)
+    with _all_ranks(strategy, path):
+        if strategy.is_global_zero:
+            found = [file for file in sorted(part.rglob("*")) if file.is_file()]
+            files = {str(file.relative_to(part)): file.stat().st_size for file in found}
+            (part / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+            _replace(part, path)
+
+
+@contextmanager
+def _all_ranks(strategy: RLStrategy, path: Path) -> Iterator[None]:
+    """Runs the body on each rank, then waits for all; one rank's failed write is an error on every rank. Collective."""
+    failure: OSError | None = None
+    try:
+        yield
+    except OSError as error:
+        failure = error
+    if not strategy.reduce_boolean_decision(failure is None):
+        raise RuntimeError(
+            f"Checkpoint {path} could not be written on every rank"
+            + (f"; on this one ({strategy.global_rank}): {failure}." if failure else "; see the other ranks' errors.")
+            + " Earlier checkpoints are as they were."
+        ) from failure
+
+
+def _trained(strategy: RLStrategy) -> dict[str, BaseEngine]:
+    """The engines whose state a checkpoint holds.
+
+    Raises:
+        RuntimeError: if there is none, which would make a checkpoint without a model.
+    """
+    trained = {role: engine for role, engine in strategy.engines.items() if engine.optimizer is not None}
+    if not trained:
+        raise RuntimeError(
+            f"{type(strategy).__name__} knows no trained engine, so a checkpoint would hold no model. Engines are "
+            f"created in the module's configure_model(); do not override it without calling super()."
+        )
+    return trained
 
 
 def _replace(part: Path, path: Path) -> None:
-    """Puts the finished folder in place; at every moment the old or the new one is whole."""
+    """Puts the finished folder in place. One that was there is whole as ``.old`` until the new one stands."""
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if path.is_dir():
@@ -84,9 +118,8 @@ def load(strategy: RLStrategy, path: Path) -> dict[str, Any]:
             f"{path} is not a whole checkpoint of {type(strategy).__name__}: {MANIFEST} is missing or names files that "
             f"are absent or cut short. Choose another checkpoint."
         )
-    for role, engine in strategy.engines.items():
-        if engine.optimizer is not None:
-            engine.load_checkpoint(path / role)
+    for role, engine in _trained(strategy).items():
+        engine.load_checkpoint(path / role)
     checkpoint: dict[str, Any] = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True)
     checkpoint["optimizer_states"] = []
     rng = path / f"rng_{strategy.global_rank}.pt"

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class RowFact:
         num_response_tokens: tokens sampled by the policy.
         num_loss_tokens: tokens that train, 0 for a row that is masked.
         truncated: whether it ended at the length limit.
+        skipped: whether it has no response of the policy's own choice: never sent to the engine, dropped, or aborted.
         rank: data-parallel rank that sampled it.
         row: its index on that rank.
     """
@@ -41,6 +42,7 @@ class RowFact:
     num_response_tokens: int
     num_loss_tokens: int
     truncated: bool
+    skipped: bool
     rank: int
     row: int
 
@@ -78,6 +80,25 @@ class StepPlan:
         """Indices into ``facts`` of the rows that ``rank`` trains on, mini-batch after mini-batch."""
         return [row for mini_batch in self.mini_batches for row in mini_batch.rows_of_rank[rank]]
 
+    def merged(self, mini_batch_size: int | None) -> StepPlan:
+        """The same rows in larger mini-batches, each the union of consecutive ones; all rows stay where they are.
+
+        Args:
+            mini_batch_size: rollouts in one optimizer step over all ranks; None takes all rows.
+
+        Raises:
+            ValueError: if the rows do not divide into such mini-batches, or it would cut one.
+        """
+        rows, unit = len(self.facts), sum(map(len, self.mini_batches[0].rows_of_rank))
+        size = mini_batch_size or rows
+        if rows % size or size % unit:
+            raise ValueError(
+                f"Mini-batches of {unit} cannot be joined to mini-batches of {size} that divide {rows} rollouts."
+            )
+        step = size // unit
+        parts = [self.mini_batches[start : start + step] for start in range(0, len(self.mini_batches), step)]
+        return replace(self, mini_batches=tuple(_join(part) for part in parts))
+
     def epoch_order(self, epoch: int) -> list[int]:
         """The order of the mini-batches in an epoch: as drawn in the first, then shuffled by the seed."""
         order = list(range(len(self.mini_batches)))
@@ -110,6 +131,8 @@ def build_step_plan(
     if len(set(keys)) != len(keys):
         twice = next(a for a, b in itertools.pairwise(keys) if a == b)
         raise ValueError(f"Rollout {twice} (uid, sample index) came from two places; uids must differ within a step.")
+    if mini_batch_size is not None and mini_batch_size < 1:
+        raise ValueError(f"mini_batch_size must be at least 1, got {mini_batch_size}.")
     size = mini_batch_size or len(ordered)
     if len(ordered) % size:
         raise ValueError(
@@ -124,6 +147,16 @@ def build_step_plan(
         for start in range(0, len(ordered), size)
     )
     return StepPlan(facts=ordered, mini_batches=mini_batches, seed=seed)
+
+
+def _join(parts: Sequence[MiniBatchPlan]) -> MiniBatchPlan:
+    return MiniBatchPlan(
+        rows_of_rank=tuple(
+            tuple(itertools.chain(*rows)) for rows in zip(*(p.rows_of_rank for p in parts), strict=True)
+        ),
+        num_global_tokens=sum(part.num_global_tokens for part in parts),
+        num_global_sequences=sum(part.num_global_sequences for part in parts),
+    )
 
 
 def _plan_mini_batch(facts: Sequence[RowFact], rows: list[int], data_parallel_size: int) -> MiniBatchPlan:

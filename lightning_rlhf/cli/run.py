@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.cli.schema import RunConfig
 from lightning_rlhf.cli.summary import print_summary
 from lightning_rlhf.cli.targets import ConfigError
@@ -46,7 +47,12 @@ def run(cfg: DictConfig) -> None:
     trainer = build_trainer(cfg)
     save_config(cfg)
     print_summary(cfg, values, trainer, moved_to=moved)
-    trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path)
+    finally:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RolloutCallback):
+                callback.shutdown()  # the next job of a sweep builds its own engine
 
 
 def build(key: str, cfg: DictConfig, **arguments: Any) -> Any:

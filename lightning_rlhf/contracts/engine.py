@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rlhf.metrics import Metric, reduce_metrics
+from lightning_rlhf.metrics import Metric, compute_metrics, join_ranks
 from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, Role
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -101,10 +101,12 @@ class BaseEngine(ABC):
     def __init__(self, config: EngineConfig, *, device: torch.device) -> None:
         self.config = config
         self.device = device
+        self.backend = ""
         self.module: nn.Module = nn.Identity()
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self.last_step: OptimizerStepResult | None = None
+        self.last_metrics: dict[str, Metric] = {}
         self._bound_optimizer: BoundOptimizer | None = None
 
     @abstractmethod
@@ -214,7 +216,8 @@ class BaseEngine(ABC):
             loss_function: maps model outputs and a micro-batch to per-token terms.
 
         Returns:
-            Metrics over all data-parallel ranks, with ``loss``, ``grad_norm``, ``lr`` and ``skipped_steps``.
+            Metrics over all data-parallel ranks, with ``loss``, ``grad_norm``, ``lr`` and ``skipped_steps``; as
+            joinable ``Metric`` they stay in ``last_metrics``, for a caller that takes several steps.
         """
         if self.optimizer is None:
             raise RuntimeError(
@@ -232,8 +235,13 @@ class BaseEngine(ABC):
             if result is None:
                 raise RuntimeError("The bound optimizer's step() did not reach engine.optimizer_step().")
             self.zero_grad()
-        metrics = reduce_metrics(partial, self.data_parallel_group, distributed=self.data_parallel_size > 1)
-        return {**metrics, "grad_norm": result.grad_norm, "lr": lr, "skipped_steps": float(not result.stepped)}
+        whole = join_ranks(partial, self.data_parallel_group, distributed=self.data_parallel_size > 1)
+        # summed within the step; over several steps it is a mean
+        loss = whole["loss"].value
+        step = {"loss": loss, "grad_norm": torch.tensor(result.grad_norm), "lr": torch.tensor(lr, dtype=torch.float64)}
+        skipped = Metric.sum(torch.tensor(float(not result.stepped)))
+        self.last_metrics = {**whole, **{k: Metric.of(v) for k, v in step.items()}, "skipped_steps": skipped}
+        return compute_metrics(self.last_metrics)
 
 
 @runtime_checkable
@@ -242,6 +250,13 @@ class EngineHost(Protocol):
 
     def create_engine(self, model_type: str, config: EngineConfig) -> BaseEngine:
         """Builds and initializes an engine on this strategy's back end. Collective."""
+
+    def adopt_engine(self, role: str, engine: BaseEngine) -> None:
+        """Takes over an engine that an earlier Trainer of the same layout has built.
+
+        Raises:
+            ValueError: if it does not fit.
+        """
 
 
 class EngineRegistry:
@@ -309,4 +324,6 @@ class EngineRegistry:
         cls, model_type: str, backend: str, config: EngineConfig, *, device: torch.device, **kwargs: Any
     ) -> BaseEngine:
         """Builds the engine; its ``initialize()`` is left to the caller."""
-        return cls.get(model_type, backend, device.type)(config, device=device, **kwargs)
+        engine = cls.get(model_type, backend, device.type)(config, device=device, **kwargs)
+        engine.backend = backend
+        return engine

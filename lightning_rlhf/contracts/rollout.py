@@ -45,6 +45,8 @@ class SamplingConfig:
         """Refuses numbers out of range."""
         if self.n < 1 or self.max_new_tokens < 1:
             raise ValueError(f"n={self.n} and max_new_tokens={self.max_new_tokens} must be at least 1.")
+        if "" in self.stop:
+            raise ValueError("stop holds an empty string, which would end every response at its first token.")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p <= 1:
             raise ValueError(
                 f"Sampling out of range: temperature={self.temperature} (>= 0), top_p={self.top_p} (0 to 1], "

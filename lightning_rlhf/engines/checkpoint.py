@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_rlhf.engines.safe_reader import SafeFileSystemReader
 
 NUMBERS_FILE = "numbers.pt"
 """Hyper-parameters of the optimizer's groups and the state of the schedule."""
@@ -93,7 +94,8 @@ def load(
         ValueError: if the checkpoint has no optimizer or schedule where there is one, or other parameter groups.
     """
     numbers = torch.load(path / NUMBERS_FILE, weights_only=True, map_location="cpu")
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = SafeFileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
     tensors = {f"model.{name}": value for name, value in _model_tensors(model).items()}
     states: dict[Tensor, dict[str, Tensor]] = {}
     if optimizer is not None:
@@ -102,7 +104,7 @@ def load(
             for key, value in states.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = value
     with _one_process_is_meant():
-        dcp_load(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
+        dcp_load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
     if optimizer is not None:
         _restore_optimizer(optimizer, states, numbers["param_groups"])
     if lr_scheduler is not None:

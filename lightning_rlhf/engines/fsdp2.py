@@ -51,6 +51,10 @@ class FSDP2Engine(HFEngine):
             else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         )
         model.to(self.device)
+        # ranks that were given, or have initialised, different weights would train a mosaic of them
+        first = dist.get_global_rank(self._group, 0)
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=first, group=self._group)
         for layer in model.layers():
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         # The root, too, frees its parameters: after a forward without gradients its full embedding and head would stay,

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
@@ -25,17 +28,25 @@ from lightning_rlhf.contracts.engine import (
     EngineConfig,
     EngineHost,
     EngineRegistry,
+    LossFunction,
     LRScheduleFactory,
     OptimizerFactory,
 )
 from lightning_rlhf.engines.optimizer import EngineOptimizer
+from lightning_rlhf.metrics import Metric, compute_metrics, merge_metrics
+from lightning_rlhf.modules.arguments import check_arguments
 from lightning_rlhf.modules.step_data import StepData, build_step_data
 from lightning_rlhf.modules.step_metrics import rollout_metrics
 from lightning_rlhf.rewards import RewardFunction, score
 from lightning_rlhf.rng import capture_rng, restore_rng
-from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, PromptBatch, Rollouts
+from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, PromptBatch, Role, Rollouts
 
 COUNTERS_KEY = "lightning_rlhf"
+
+_OTHER_STRATEGY = (
+    "The module was used with another strategy before: its {engine} does not fit {strategy}. Start from a new module "
+    "and pass the checkpoint as ckpt_path=, or use the same strategy again."
+)
 
 
 class OnPolicyModule(pl.LightningModule):
@@ -88,6 +99,14 @@ class OnPolicyModule(pl.LightningModule):
         seed: int,
     ) -> None:
         super().__init__()
+        check_arguments(
+            aggregation=aggregation,
+            norm_length=norm_length,
+            num_epochs=num_epochs,
+            mini_batch_size=mini_batch_size,
+            max_rl_steps=max_rl_steps,
+            seed=seed,
+        )
         self.automatic_optimization = False
         self.actor_config = EngineConfig(
             role="actor",
@@ -123,9 +142,19 @@ class OnPolicyModule(pl.LightningModule):
 
     # --- what an algorithm is -----------------------------------------------------------------------------------
 
-    @abstractmethod
     def estimate_advantages(self, rewards: Tensor, uids: list[str]) -> Tensor:
-        """Advantages ``[B]`` of all ranks' rows, from their rewards ``[B]`` (NaN: left out) and groups."""
+        """Advantages ``[B]`` of all ranks' rows, from their rewards ``[B]`` (NaN: left out) and groups.
+
+        An algorithm whose advantages differ from token to token overrides ``add_advantages`` instead.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define estimate_advantages or add_advantages.")
+
+    def add_advantages(self, data: StepData) -> StepData:
+        """Fills in ``experience.advantages``; here each token gets its rollout's. Collective."""
+        experience = data.experience
+        per_row = data.own_rows(self.estimate_advantages(data.rewards, data.uids))
+        advantages = per_row[experience.sequence_ids] * experience.loss_mask
+        return dataclasses.replace(data, experience=dataclasses.replace(experience, advantages=advantages))
 
     @abstractmethod
     def policy_loss(self, outputs: ModelOutputs, micro_batch: Experience) -> LossOutput:
@@ -133,8 +162,18 @@ class OnPolicyModule(pl.LightningModule):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the loss reads log-probs of a frozen reference."""
+        """Whether log-probs of a frozen reference are read."""
         return False
+
+    @property
+    def uses_old_log_probs(self) -> bool:
+        """Whether the log-probs before the update are read for more than the ratio of a later update."""
+        return False
+
+    @property
+    def plan_mini_batch_size(self) -> int | None:
+        """Rollouts in a mini-batch of the plan, of which every engine's mini-batches are made up."""
+        return self.mini_batch_size
 
     # --- one RL step --------------------------------------------------------------------------------------------
 
@@ -160,21 +199,22 @@ class OnPolicyModule(pl.LightningModule):
         return rollouts.rewards
 
     def make_experience(self, rollouts: Rollouts, rewards: Tensor) -> StepData:
-        """One global plan, advantages over whole groups, and the other policies' log-probs. Collective."""
+        """One global plan, the other policies' log-probs, and advantages. Collective."""
         with self.timed("experience"):
             data = build_step_data(
                 rollouts,
                 rewards,
                 engine=self.actor,
-                advantage_estimator=self.estimate_advantages,
                 aggregation=self.aggregation,
                 norm_length=self.norm_length,
                 mask_truncated=self.mask_truncated,
-                mini_batch_size=self.mini_batch_size,
-                seed=self.seed + self.rl_step,
+                mini_batch_size=self.plan_mini_batch_size,
+                # mixed, not added: the steps of one seed must not repeat those of the next
+                seed=int(np.random.SeedSequence([self.seed, self.rl_step]).generate_state(1)[0]),
             )
         experience = data.experience
-        if self.num_epochs * len(data.plan.mini_batches) > 1:
+        num_updates = self.num_epochs * len(data.in_mini_batches(self.mini_batch_size).plan.mini_batches)
+        if num_updates > 1 or self.uses_old_log_probs:
             with self.timed("old_log_probs"):
                 old = self.actor.infer_batch(experience).log_probs
             experience = dataclasses.replace(experience, old_log_probs=old)
@@ -184,20 +224,32 @@ class OnPolicyModule(pl.LightningModule):
             with self.timed("ref_log_probs"):
                 ref = self._reference.infer_batch(experience).log_probs
             experience = dataclasses.replace(experience, ref_log_probs=ref)
-        return dataclasses.replace(data, experience=experience)
+        with self.timed("experience"):
+            return self.add_advantages(dataclasses.replace(data, experience=experience))
 
     def update(self, data: StepData) -> dict[str, float]:
-        """One optimizer step per mini-batch and epoch; returns the mean of each metric over them. Collective."""
-        num_steps = self.num_epochs * len(data.plan.mini_batches)
-        history: list[dict[str, float]] = []
+        """Trains the actor on the experience; returns its metrics. Collective."""
         with self.timed("update"):
-            for index, mini_batch in enumerate(data.mini_batches(epochs=self.num_epochs)):
-                self._step_index, self._step_is_last = index, index == num_steps - 1
-                history.append(self.actor.train_batch(mini_batch, self.policy_loss))
-        names = {name for metrics in history for name in metrics}
-        values = {name: [metrics[name] for metrics in history if name in metrics] for name in sorted(names)}
+            return self.train_engine("actor", data.in_mini_batches(self.mini_batch_size), self.policy_loss)
+
+    def train_engine(self, role: Role, data: StepData, loss_function: LossFunction) -> dict[str, float]:
+        """One optimizer step per mini-batch and epoch; returns their metrics, joined as each declares. Collective."""
+        num_steps = self.num_epochs * data.num_trained
+        untrained = self.num_epochs * len(data.plan.mini_batches) - num_steps
+        engine, history = self._engines[role], []
+        for index, mini_batch in enumerate(data.mini_batches(epochs=self.num_epochs)):
+            self._step_index, self._step_is_last = index, index == num_steps - 1
+            engine.train_batch(mini_batch, loss_function)
+            history.append(engine.last_metrics)
+        if untrained:
+            rank_zero_warn(
+                f"RL step {self.rl_step}: {untrained} mini-batch(es) had no row with a reward to train on, and no step."
+            )
+            nothing = {name: Metric.of(torch.tensor(0.0)) for name in ("loss", "grad_norm")}
+            history.append({**nothing, "skipped_steps": Metric.sum(torch.tensor(float(untrained)))})
         # a loss names its own metrics bare; one with a slash says itself what it is about
-        return {name if "/" in name else f"actor/{name}": sum(found) / len(found) for name, found in values.items()}
+        metrics = compute_metrics(merge_metrics(history))
+        return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
 
     def finish_step(self, *parts: Mapping[str, float]) -> None:
         """Counts the RL step, and hands its metrics to callbacks and loggers."""
@@ -230,8 +282,11 @@ class OnPolicyModule(pl.LightningModule):
     def _evaluate(self, batch: PromptBatch, stage: str) -> None:
         rewards = self.score(self._rollouts_of(batch))
         observed = rewards[~rewards.isnan()]
-        if observed.numel():
-            self.log(f"{stage}/reward", observed.mean(), batch_size=observed.numel(), sync_dist=True)
+        # on every rank, also on one whose rewards all failed: logging is collective
+        mean = observed.mean() if observed.numel() else torch.tensor(0.0)
+        self.log(f"{stage}/reward", mean, batch_size=observed.numel(), sync_dist=True)
+        failed = float(rewards.numel() - observed.numel())
+        self.log(f"{stage}/failed", failed, batch_size=1, sync_dist=True, reduce_fx="sum")
 
     def _rollouts_of(self, batch: PromptBatch) -> Rollouts:
         if batch.rollouts is None:
@@ -263,32 +318,52 @@ class OnPolicyModule(pl.LightningModule):
 
     @override
     def configure_model(self) -> None:
-        if "actor" in self._engines:
+        if self._engines:
+            for role, engine in self._engines.items():
+                self._check_engine(role, engine)
             return
-        self._engines["actor"] = self._create_engine(self.actor_config)
-        self.engine_modules["actor"] = self.actor.module
         if self.uses_reference:
+            # first: the actor's engine may shard in place the very module that the reference is copied from
             reference = dataclasses.replace(self.actor_config, role="reference", optimizer=None, lr_schedule=None)
-            self._reference = self._create_engine(reference)
+            self._reference = self._create_engine("language_model", reference)
+        self.add_trained_engine("language_model", self.actor_config)
 
-    def _create_engine(self, config: EngineConfig) -> BaseEngine:
+    def add_trained_engine(self, model_type: str, config: EngineConfig) -> None:
+        """Builds an engine that has an optimizer, under its role; its parameters become the module's. Collective."""
+        engine = self._engines[config.role] = self._create_engine(model_type, config)
+        self.engine_modules[config.role] = engine.module
+
+    def _create_engine(self, model_type: str, config: EngineConfig) -> BaseEngine:
         strategy = self.trainer.strategy
         if isinstance(strategy, EngineHost):
-            return strategy.create_engine("language_model", config)
+            return strategy.create_engine(model_type, config)
         if self.trainer.world_size > 1:
             raise ValueError(
                 f"Trainer(strategy={type(strategy).__name__}) has {self.trainer.world_size} processes; on several "
                 f"processes use strategy='fsdp2_rl', which keeps losses and gradients exact over ranks."
             )
+        if self.trainer.precision not in ("32-true", "bf16-mixed"):
+            raise ValueError(
+                f"Trainer(precision={self.trainer.precision!r}) does not work here; choose '32-true' or 'bf16-mixed'. "
+                f"Parameters and optimizer state stay fp32 in both."
+            )
         compute_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else torch.float32
         engine = EngineRegistry.new(
-            "language_model",
+            model_type,
             "torch",
             dataclasses.replace(config, compute_dtype=compute_dtype),
             device=strategy.root_device,
         )
         engine.initialize()
         return engine
+
+    def _check_engine(self, role: str, engine: BaseEngine) -> None:
+        """A module that another Trainer has used before brings its engines; they must fit this one's strategy."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, EngineHost):
+            strategy.adopt_engine(role, engine)
+        elif isinstance(strategy, ParallelStrategy) or engine.data_parallel_size > 1:
+            raise ValueError(_OTHER_STRATEGY.format(engine=type(engine).__name__, strategy=type(strategy).__name__))
 
     @override
     def configure_optimizers(self) -> list[Optimizer]:
@@ -312,6 +387,20 @@ class OnPolicyModule(pl.LightningModule):
         return announce
 
     # --- Trainer hooks ------------------------------------------------------------------------------------------
+
+    @override
+    def on_fit_start(self) -> None:
+        if self.trainer.max_steps != -1:
+            rank_zero_info(
+                f"Trainer(max_steps={self.trainer.max_steps}) counts optimizer steps of all models; it takes effect at "
+                f"the next RL step's end. To count RL steps use max_rl_steps."
+            )
+
+    @override
+    def on_validation_end(self) -> None:
+        # what a validation took is no part of the next RL step
+        self._timings.clear()
+        self._noted.clear()
 
     @override
     def on_train_start(self) -> None:
@@ -362,4 +451,5 @@ class OnPolicyModule(pl.LightningModule):
             )
         self.rl_step = checkpoint[COUNTERS_KEY]["rl_step"]
         self.policy_version = checkpoint[COUNTERS_KEY]["policy_version"]
-        self._rng_to_restore = checkpoint.get(RNG_STATE_KEY)
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self._rng_to_restore = checkpoint.get(RNG_STATE_KEY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +35,47 @@ class StepData:
     aggregation: AggregationMode
     norm_length: int | None
 
+    @property
+    def uids(self) -> list[str]:
+        """``[B]`` of all ranks' rows, in the order of the plan."""
+        return [fact.uid for fact in self.plan.facts]
+
+    @property
+    def rewards(self) -> Tensor:
+        """``[B]`` fp32 of all ranks' rows, in the order of the plan; NaN where a row does not train. On the host."""
+        rewards = [
+            math.nan if fact.reward is None or fact.num_loss_tokens == 0 else fact.reward for fact in self.plan.facts
+        ]
+        return torch.tensor(rewards, dtype=torch.float32)
+
+    def own_rows(self, values: Tensor) -> Tensor:
+        """This rank's rows' of a value ``[B]`` of all ranks' rows, on the experience's device."""
+        rows = torch.tensor(self.plan.rows_of_rank(self.rank), dtype=torch.int64, device=values.device)
+        return values[rows].to(self.experience.tokens.device)
+
+    def in_mini_batches(self, size: int | None) -> StepData:
+        """The same rows, with ``size`` of them over all ranks in an optimizer step; None takes all in one."""
+        return dataclasses.replace(self, plan=self.plan.merged(size))
+
+    @property
+    def num_trained(self) -> int:
+        """Mini-batches with something to train; the others are left out on every rank alike."""
+        return sum(mini_batch.num_global_tokens > 0 for mini_batch in self.plan.mini_batches)
+
     def mini_batches(self, *, epochs: int) -> Iterator[Experience]:
-        """Yields each optimizer step's rows with their loss weights, ``epochs`` times over."""
+        """Yields each optimizer step's rows with their loss weights, ``epochs`` times over.
+
+        A mini-batch in which no row trains (all rewards failed, say) is left out: its gradient is zero, but an
+        optimizer with momentum would move the weights all the same.
+        """
         starts = [0]
         for mini_batch in self.plan.mini_batches:
             starts.append(starts[-1] + len(mini_batch.rows_of_rank[self.rank]))
         for epoch in range(epochs):
             for index in self.plan.epoch_order(epoch):
                 mini_batch = self.plan.mini_batches[index]
+                if mini_batch.num_global_tokens == 0:
+                    continue
                 rows = self.experience.select(range(starts[index], starts[index + 1]))
                 weights = loss_weights(
                     rows.loss_mask,
@@ -58,24 +91,27 @@ class StepData:
 def row_facts(rollouts: Rollouts, rewards: Tensor, *, mask_truncated: bool, rank: int) -> list[RowFact]:
     """What this rank tells the others of its rows.
 
-    A row trains on its response tokens, unless its reward failed (NaN), it was aborted, or it was truncated and
-    ``mask_truncated``: such a row counts in no denominator either.
+    A row trains on its response tokens, unless its reward failed (NaN), it was skipped or aborted, or it was truncated
+    and ``mask_truncated``: such a row counts in no denominator, and a skipped or aborted one in no mean reward.
     """
     facts = []
     for row in range(rollouts.num_sequences):
         reward = float(rewards[row])
         truncated = rollouts.finish_reasons[row] == "length"
+        skipped = rollouts.finish_reasons[row] in ("skipped", "abort")
         num_response_tokens = int(rollouts.response_lengths[row])
-        trains = math.isfinite(reward) and not (truncated and mask_truncated)
+        known = math.isfinite(reward) and not skipped
+        trains = known and not (truncated and mask_truncated)
         facts.append(
             RowFact(
                 uid=rollouts.uids[row],
                 sample_index=rollouts.sample_indices[row],
-                reward=reward if math.isfinite(reward) else None,
+                reward=reward if known else None,
                 length=int(rollouts.lengths[row]),
                 num_response_tokens=num_response_tokens,
                 num_loss_tokens=num_response_tokens if trains else 0,
                 truncated=truncated,
+                skipped=skipped,
                 rank=rank,
                 row=row,
             )
@@ -88,20 +124,18 @@ def build_step_data(
     rewards: Tensor,
     *,
     engine: BaseEngine,
-    advantage_estimator: Callable[[Tensor, list[str]], Tensor],
     aggregation: AggregationMode,
     norm_length: int | None,
     mask_truncated: bool,
     mini_batch_size: int | None,
     seed: int,
 ) -> StepData:
-    """Agrees on the global plan, computes advantages over whole groups, and moves rows to where they train. Collective.
+    """Agrees on the global plan, and moves rows to where they train; advantages are still 0. Collective.
 
     Args:
         rollouts: this rank's rows as sampled.
         rewards: ``[B]`` fp32, NaN where the reward failed.
         engine: gives the data-parallel group.
-        advantage_estimator: maps all ranks' rewards ``[B_global]`` (NaN where failed) and uids to advantages.
         aggregation: see ``algorithms.aggregation``.
         norm_length: tokens, for ``seq-mean-token-sum-norm``.
         mask_truncated: leave rows that hit the length limit out of the loss and its denominators.
@@ -127,13 +161,5 @@ def build_step_data(
         sample_indices=rollouts.sample_indices,
         temperature=rollouts.temperature,
     )
-    mine = exchange_rows(sampled, plan, rank=rank, group=group, data_parallel_size=size)
-    global_rewards = torch.tensor(
-        [math.nan if fact.reward is None or fact.num_loss_tokens == 0 else fact.reward for fact in plan.facts],
-        dtype=torch.float32,
-    )
-    advantages = advantage_estimator(global_rewards, [fact.uid for fact in plan.facts]).to(device)
-    row_advantages = advantages[torch.tensor(plan.rows_of_rank(rank), dtype=torch.int64, device=device)]
-    per_token = row_advantages[mine.sequence_ids] * mine.loss_mask
-    experience = dataclasses.replace(mine, advantages=per_token)
+    experience = exchange_rows(sampled, plan, rank=rank, group=group, data_parallel_size=size)
     return StepData(experience=experience, plan=plan, rank=rank, aggregation=aggregation, norm_length=norm_length)

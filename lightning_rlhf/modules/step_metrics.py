@@ -11,10 +11,11 @@ def rollout_metrics(plan: StepPlan) -> dict[str, float]:
     """Rewards and lengths over all ranks' rollouts; the same on every rank, without a collective.
 
     Returns:
-        ``reward/mean`` and ``reward/std`` (population) over rows whose reward is known, ``reward/failed`` rows without
-        one, ``reward/groups_without_signal`` share of groups whose known rewards are all equal,
+        ``reward/mean`` and ``reward/std`` (population) over rows whose reward is known, ``reward/failed`` rows that
+        were scored and have none, ``reward/groups_without_signal`` share of groups whose known rewards are all equal,
         ``rollout/response_length`` mean and ``rollout/response_length_max`` in tokens, ``rollout/num_tokens`` prompt
-        and response tokens, ``rollout/trained_tokens``, ``rollout/truncated_fraction`` share that hit the length limit.
+        and response tokens, ``rollout/trained_tokens``, ``rollout/truncated_fraction`` share that hit the length limit,
+        ``rollout/skipped`` rows that were never sampled, dropped or aborted.
     """
     facts = plan.facts
     known = [fact.reward for fact in facts if fact.reward is not None]
@@ -22,13 +23,14 @@ def rollout_metrics(plan: StepPlan) -> dict[str, float]:
     for fact in facts:
         groups[fact.uid].update(() if fact.reward is None else (fact.reward,))
     metrics = {
-        "reward/failed": float(len(facts) - len(known)),
+        "reward/failed": float(sum(fact.reward is None and not fact.skipped for fact in facts)),
         "reward/groups_without_signal": sum(len(rewards) < 2 for rewards in groups.values()) / len(groups),
         "rollout/response_length": sum(fact.num_response_tokens for fact in facts) / len(facts),
         "rollout/response_length_max": float(max(fact.num_response_tokens for fact in facts)),
         "rollout/num_tokens": float(sum(fact.length for fact in facts)),
         "rollout/trained_tokens": float(sum(fact.num_loss_tokens for fact in facts)),
         "rollout/truncated_fraction": sum(fact.truncated for fact in facts) / len(facts),
+        "rollout/skipped": float(sum(fact.skipped for fact in facts)),
     }
     if known:
         mean = sum(known) / len(known)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig, request_seed
+from lightning_rlhf.rng import preserved_rng
 from lightning_rlhf.rollout.gate import SamplingGate
 from lightning_rlhf.rollout.model_directory import ModelDirectory
 from lightning_rlhf.rollout.responses import (
@@ -29,7 +30,6 @@ from lightning_rlhf.rollout.vllm_process import (
     forget_parallel_state,
     guarded_groups,
     import_vllm,
-    preserved_rng,
 )
 from lightning_rlhf.rollout.vllm_request import VLLMRequest
 from lightning_rlhf.rollout.vllm_weights import load_in_place, read_own
@@ -338,6 +338,7 @@ class VLLMEngine(RolloutEngine):
         self._vllm = None
         self._finalizer()
         VLLMEngine._living = None
+        gc.unfreeze()  # what lived when vLLM was imported, the Trainer's cycles among it, may go now
         gc.collect()
 
 

@@ -6,15 +6,15 @@ import atexit
 import gc
 import importlib
 import os
-import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+
+from lightning_rlhf.rng import preserved_rng
 
 IN_PROCESS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the scheduler and the worker are processes of their own
@@ -51,19 +51,6 @@ def import_vllm() -> Any:
     counter = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = vars(counter).get("_torchdynamo_orig_callable", counter)
     return module
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Restores the global generators of Python, numpy and torch (CPU, and CUDA where in use)."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002  the global one is seeded
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 @contextmanager

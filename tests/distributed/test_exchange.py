@@ -26,6 +26,7 @@ def _rows(rank: int, count: int) -> tuple[Experience, list[RowFact]]:
             num_response_tokens=n - 1,
             num_loss_tokens=n - 1,
             truncated=False,
+            skipped=False,
             rank=rank,
             row=row,
         )

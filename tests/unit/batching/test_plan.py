@@ -27,6 +27,7 @@ def _facts(num_ranks: int, *, groups: int = 4, size: int = 3) -> list[RowFact]:
                 num_response_tokens=length - 2,
                 num_loss_tokens=0 if (group, sample) == (1, 2) else length - 2,
                 truncated=False,
+                skipped=False,
                 rank=rank,
                 row=sum(fact.rank == rank for fact in facts),
             )

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 from collections.abc import Iterator
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ from lightning_rlhf.rollout.vllm_process import (
     fenced_process,
     guarded_groups,
     import_vllm,
-    preserved_rng,
 )
 
 
@@ -28,26 +25,6 @@ def group() -> Iterator[dist.ProcessGroup]:
     yield built_in
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  the global generator is meant
-    torch.manual_seed(seed)
-
-
-def draws() -> tuple[float, float, float]:
-    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
-
-
-def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
-    seed_all(1)
-    expected = draws()
-    seed_all(1)
-    with preserved_rng():
-        seed_all(7)
-        assert draws() != expected
-    assert draws() == expected
 
 
 def test_environment_threads_and_rng_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
