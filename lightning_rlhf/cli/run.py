@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def run(cfg: DictConfig) -> None:
     """
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         cfg.run_dir = HydraConfig.get().runtime.output_dir  # each job of a sweep has its own
+    # of Lightning 2.6 about PyTorch's own names, four times in every run: nothing that a user could mend
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     values = validate(cfg)
     moved = keep_earlier_run(cfg)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)

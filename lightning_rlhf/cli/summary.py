@@ -66,6 +66,7 @@ def print_summary(cfg: DictConfig, values: Mapping[str, Any], trainer: pl.Traine
     table = Table(title=str(cfg.name), title_justify="left", title_style="bold", show_header=False, box=None)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, text in summary_lines(cfg, values, world_size=trainer.world_size, moved_to=moved_to).items():
+    world_size = trainer.num_devices * trainer.num_nodes  # trainer.world_size is 1 until the processes have started
+    for label, text in summary_lines(cfg, values, world_size=world_size, moved_to=moved_to).items():
         table.add_row(label, text)
     Console().print(table)
