@@ -154,7 +154,7 @@ class _GatherSlices(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, layout: SlicedLayout) -> Tensor:
         ctx.layout = layout
         gathered = values.new_empty((layout.size * len(values), *values.shape[1:]))
-        dist.all_gather_into_tensor(gathered, values.contiguous(), group=layout.group)
+        dist.all_gather_single(gathered, values.contiguous(), group=layout.group)
         return gathered
 
     @staticmethod

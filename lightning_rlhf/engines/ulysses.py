@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -156,9 +157,10 @@ class SlicedModel(PackedModel):
         scores = self.score(states[scored], own.labels[scored], temperature=temperature, entropy=entropy)
         columns = torch.stack([values for values in scores if values is not None], dim=-1)
         local = columns.new_zeros(len(own.tokens), columns.shape[1]).index_copy(0, scored, columns)
-        # from the token that predicts to the one that is predicted; the padding goes
         whole = gather_slices(local, layout)[: len(tokens) - 1]
-        at_tokens = iter(torch.cat([whole.new_zeros(1, whole.shape[1]), whole]).unbind(-1))
+        # From the token that predicts to the one that is predicted. Each column is a tensor of its own: a view would
+        # lose FSDP's hook to an operation in place.
+        at_tokens = (F.pad(whole[:, column], (1, 0)) for column in range(whole.shape[1]))
         return tuple(None if values is None else next(at_tokens) for values in scores)
 
 

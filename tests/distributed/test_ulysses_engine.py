@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,16 @@ def test_without_a_second_rank_it_is_fsdp2() -> None:
     expected = _one_process()
     for found in run_distributed(_on_ranks, 2, (1, 2, 1), {}):
         _assert_equal(found, expected)
+
+
+def test_nothing_warns_of_a_lost_hook() -> None:
+    def run() -> None:
+        engine = _sliced(_config(), 1, 1, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.forward_backward_batch(make_experience(LENGTHS), _loss)
+
+    run_distributed(run, 2)
 
 
 def test_activation_checkpointing_changes_nothing() -> None:
