@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         WeightSync,
     )
     from lightning_rlhf.data import JSONLPrompts, PromptDataModule, ReasoningGymPrompts
-    from lightning_rlhf.modules import GRPO
+    from lightning_rlhf.modules import GRPO, PPO
     from lightning_rlhf.strategies import FSDP2RLStrategy, RLStrategy, UlyssesRLStrategy
 
 _PUBLIC = {
@@ -32,6 +32,7 @@ _PUBLIC = {
     "HFExport": "lightning_rlhf.callbacks",
     "HFRollout": "lightning_rlhf.callbacks",
     "JSONLPrompts": "lightning_rlhf.data",
+    "PPO": "lightning_rlhf.modules",
     "PromptDataModule": "lightning_rlhf.data",
     "RLCheckpoint": "lightning_rlhf.callbacks",
     "RLProgressBar": "lightning_rlhf.callbacks",
@@ -47,6 +48,7 @@ _PUBLIC = {
 
 __all__ = [
     "GRPO",
+    "PPO",
     "FSDP2RLStrategy",
     "HFExport",
     "HFRollout",

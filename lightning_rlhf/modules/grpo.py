@@ -8,18 +8,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rlhf.algorithms import advantages, losses
+from lightning_rlhf.algorithms import advantages
 from lightning_rlhf.algorithms.aggregation import AggregationMode
-from lightning_rlhf.algorithms.corrections import mismatch_metrics
-from lightning_rlhf.algorithms.kl import KLEstimator, kl_penalty
+from lightning_rlhf.algorithms.kl import KLEstimator
 from lightning_rlhf.contracts.engine import LRScheduleFactory, OptimizerFactory
-from lightning_rlhf.metrics import Metric
-from lightning_rlhf.modules.on_policy import OnPolicyModule
+from lightning_rlhf.modules.clipped_policy import ClippedPolicyModule
 from lightning_rlhf.rewards import RewardFunction
-from lightning_rlhf.types import Experience, LossOutput, ModelOutputs
 
 
-class GRPO(OnPolicyModule):
+class GRPO(ClippedPolicyModule):
     """GRPO (DeepSeekMath, arXiv:2402.03300): advantages from the rewards of a prompt's group, no critic.
 
     With ``normalize_std=False`` and ``aggregation="seq-mean-token-sum-norm"`` it is Dr.GRPO (arXiv:2503.20783); with
@@ -39,6 +36,10 @@ class GRPO(OnPolicyModule):
         norm_length: tokens; Dr.GRPO's constant, usually the rollout's ``max_new_tokens``.
         kl_coef: weight of the KL to the frozen starting model; 0 keeps no reference.
         kl_estimator: how that KL is estimated.
+        kl_target: nats per token; steers ``kl_coef`` so that the KL comes near it, see ``algorithms.kl_controller``;
+            None keeps ``kl_coef``.
+        kl_horizon: rollouts in which that changes ``kl_coef`` by some 20 %.
+        entropy_coef: weight of the entropy of the policy's distributions, which is rewarded; 0 switches it off.
         num_epochs: passes over the rollouts of one RL step.
         mini_batch_size: rollouts in one optimizer step, over all ranks; None takes all of an RL step.
         micro_batch_size: sequences in one forward-backward on one rank.
@@ -67,6 +68,9 @@ class GRPO(OnPolicyModule):
         norm_length: int | None = None,
         kl_coef: float = 0.0,
         kl_estimator: KLEstimator = "k3",
+        kl_target: float | None = None,
+        kl_horizon: int = 10_000,
+        entropy_coef: float = 0.0,
         num_epochs: int = 1,
         mini_batch_size: int | None = None,
         micro_batch_size: int | None = None,
@@ -84,8 +88,16 @@ class GRPO(OnPolicyModule):
             optimizer=optimizer,
             lr_schedule=lr_schedule,
             tokenizer=tokenizer,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=dual_clip,
             aggregation=aggregation,
             norm_length=norm_length,
+            kl_coef=kl_coef,
+            kl_estimator=kl_estimator,
+            kl_target=kl_target,
+            kl_horizon=kl_horizon,
+            entropy_coef=entropy_coef,
             num_epochs=num_epochs,
             mini_batch_size=mini_batch_size,
             micro_batch_size=micro_batch_size,
@@ -98,41 +110,7 @@ class GRPO(OnPolicyModule):
             seed=seed,
         )
         self.normalize_std = normalize_std
-        self.clip_low, self.clip_high, self.dual_clip = clip_low, clip_high, dual_clip
-        self.kl_coef = kl_coef
-        self.kl_estimator: KLEstimator = kl_estimator
-
-    @property
-    @override
-    def uses_reference(self) -> bool:
-        return self.kl_coef != 0.0
 
     @override
     def estimate_advantages(self, rewards: Tensor, uids: list[str]) -> Tensor:
         return advantages.grpo(rewards, uids, normalize_std=self.normalize_std)
-
-    @override
-    def policy_loss(self, outputs: ModelOutputs, micro_batch: Experience) -> LossOutput:
-        log_probs, mask = outputs.log_probs, micro_batch.loss_mask
-        if log_probs is None:
-            raise ValueError("GRPO's loss needs log_probs; the engine gave none.")
-        old = log_probs.detach() if micro_batch.old_log_probs is None else micro_batch.old_log_probs
-        loss = losses.ppo_clip(
-            log_probs,
-            old,
-            micro_batch.advantages,
-            mask,
-            cu_seqlens=micro_batch.cu_seqlens,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
-        terms = loss.terms
-        metrics = {**loss.metrics, **mismatch_metrics(old, micro_batch.rollout_log_probs, mask)}
-        if outputs.entropy is not None:
-            metrics["entropy"] = Metric.mean(outputs.entropy, mask)
-        if micro_batch.ref_log_probs is not None:
-            kl = kl_penalty(log_probs, micro_batch.ref_log_probs, self.kl_estimator) * mask
-            terms = terms + self.kl_coef * kl
-            metrics["ref_kl"] = Metric.mean(kl, mask)
-        return LossOutput(terms=terms, metrics=metrics)

@@ -13,7 +13,7 @@ import torch
 from lightning_rlhf.callbacks import HFRollout, RLCheckpoint, WeightSync
 from lightning_rlhf.contracts.callback import RLCallback
 from lightning_rlhf.data import ListPrompts, PromptDataModule
-from lightning_rlhf.modules import GRPO
+from lightning_rlhf.modules import GRPO, PPO, OnPolicyModule
 from lightning_rlhf.types import PromptBatch
 
 NUM_PROMPTS = 12
@@ -33,7 +33,7 @@ class Recorder(RLCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, GRPO)
+        assert isinstance(pl_module, OnPolicyModule)
         assert batch.rollouts is not None
         self.steps.append(
             {
@@ -55,6 +55,17 @@ def toy_module(model: Any, **changes: Any) -> GRPO:
         "max_rl_steps": 4,
     }
     return GRPO(**{**arguments, **changes})
+
+
+def toy_ppo(model: Any, **changes: Any) -> PPO:
+    """PPO on ``digit_reward``, actor and critic with the learning rate of ``toy_module``."""
+    arguments: dict[str, Any] = {
+        "model": model,
+        "reward": digit_reward,
+        "optimizer": partial(torch.optim.AdamW, lr=3e-3, eps=1e-4, weight_decay=0.0),
+        "max_rl_steps": 4,
+    }
+    return PPO(**{**arguments, **changes})
 
 
 def toy_data(**changes: Any) -> PromptDataModule:
@@ -88,6 +99,7 @@ def toy_trainer(
     return pl.Trainer(callbacks=every, **{**arguments, **changes})
 
 
-def parameters_of(module: GRPO) -> dict[str, torch.Tensor]:
-    """The actor's full parameters, by name. Collective."""
-    return {name: tensor.clone() for name, tensor in module.actor.get_per_tensor_param()}
+def parameters_of(module: OnPolicyModule, *, role: str = "actor") -> dict[str, torch.Tensor]:
+    """The actor's (or the critic's) full parameters, by name. Collective."""
+    engine = module.critic if isinstance(module, PPO) and role == "critic" else module.actor
+    return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}

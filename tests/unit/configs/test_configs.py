@@ -18,7 +18,7 @@ from lightning_rlhf.cli.run import build, build_trainer
 from lightning_rlhf.cli.show_config import compose_run, flatten
 from lightning_rlhf.cli.validate import Inspection, validate
 from lightning_rlhf.data import PromptDataModule
-from lightning_rlhf.modules import GRPO
+from lightning_rlhf.modules import GRPO, PPO
 
 SNAPSHOT = Path(__file__).with_name("default.yaml")
 CONFIGS = Path(str(files("lightning_rlhf.configs")))
@@ -51,7 +51,7 @@ def test_every_file_composes_and_instantiates(
     validate(cfg)
     assert isinstance(build("data", cfg), PromptDataModule)
     module = build("algorithm", cfg)
-    assert isinstance(module, GRPO)
+    assert isinstance(module, (GRPO, PPO))
     optimizer = module.actor_config.optimizer
     assert optimizer is not None
     assert isinstance(optimizer([torch.nn.Parameter(torch.zeros(1))]), torch.optim.Optimizer)
