@@ -40,9 +40,17 @@ def parity(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def plan(arguments: Sequence[str]) -> int:
+    """Prints what a run would do and take."""
+    from lightning_rlhf.cli.plan import main as run
+
+    return run(arguments)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train a model: `train experiment=NAME key=value ...`"),
     "show-config": (show_config, "print every key of a run with its value, the constructors' defaults included"),
+    "plan": (plan, "print a run's batches, memory and traffic, without a model: `plan experiment=NAME key=value ...`"),
     "parity": (
         parity,
         "compare a layout with one process: `parity --strategy fsdp2_rl --layout dp_shard=2`",

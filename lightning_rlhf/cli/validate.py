@@ -13,6 +13,7 @@ from omegaconf.errors import InterpolationResolutionError, InterpolationToMissin
 
 from lightning_rlhf.batching.checks import check_batch_sizes
 from lightning_rlhf.cli.groups import options_that_take
+from lightning_rlhf.cli.layout_checks import layout_problems, world_size
 from lightning_rlhf.cli.nearest import did_you_mean, nearest_name
 from lightning_rlhf.cli.schema import Component, Components, RunConfig
 from lightning_rlhf.cli.targets import HYDRA_KEYS, ConfigError, Target, conforms, describe, load_target, show
@@ -213,7 +214,10 @@ def validate(cfg: DictConfig) -> dict[str, Any]:
     """
     inspection = Inspection(cfg)
     if not inspection.problems:
-        inspection.problems += _size_problems(inspection.values) + _path_problems(cfg)
+        inspection.problems += (
+            layout_problems(inspection.values, str(cfg.model.path))
+            or _size_problems(inspection.values)  # counts ranks by the layout
+        ) + _path_problems(cfg)
     if inspection.problems:
         raise ConfigError("\n".join(inspection.problems))
     return inspection.values
@@ -221,17 +225,9 @@ def validate(cfg: DictConfig) -> dict[str, Any]:
 
 def data_parallel_size(values: dict[str, Any]) -> int | None:
     """Data-parallel ranks that the Trainer will start, or None if only the machine can say."""
-    devices, nodes = values.get("trainer.devices"), values.get("trainer.num_nodes", 1)
-    if isinstance(devices, ListConfig):
-        devices = len(devices)
-    if isinstance(devices, str) and devices.isdecimal():
-        devices = int(devices)
-    if devices == "auto" and values.get("trainer.accelerator") == "cpu":
-        devices = 1
-    if not isinstance(devices, int) or devices < 1:
-        return None
-    # ranks that share a sequence count as one; whether the sizes fit the processes is the strategy's to check
-    return max(devices * int(nodes) // int(values.get("strategy.sp_size", 1)), 1)
+    processes = world_size(values)
+    # ranks that share a sequence count as one; whether the sizes fit the processes is checked with the layout
+    return None if processes is None else max(processes // int(values.get("strategy.sp_size", 1)), 1)
 
 
 def _size_problems(values: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main.main(["--help"])
     assert leave.value.code == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("train", "show-config", "prepare-model"))
+    assert all(name in out for name in ("train", "show-config", "plan", "parity", "prepare-model"))
 
 
 def test_an_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
