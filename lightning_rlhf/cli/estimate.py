@@ -7,7 +7,7 @@ buffers that live for one operation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FP32 = 4
 
@@ -42,6 +42,13 @@ class ModelShape:
     def root_parameters(self) -> int:
         """Embedding, final norm and head."""
         return self.num_parameters - self.num_layers * self.layer_parameters
+
+
+def value_model(shape: ModelShape) -> ModelShape:
+    """The critic that starts from this model: its head of ``V`` rows, if it is not the embedding, gives way to one."""
+    head = shape.vocab_size * shape.hidden_size
+    untied = shape.root_parameters >= 2 * head
+    return replace(shape, num_parameters=shape.num_parameters - (head if untied else 0) + shape.hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from lightning_rlhf.batching.checks import check_batch_sizes
 from lightning_rlhf.cli.estimate import (
     Layout,
     ModelShape,
@@ -13,6 +15,7 @@ from lightning_rlhf.cli.estimate import (
     kv_cache_bytes,
     optimizer_state_bytes,
     training_memory,
+    value_model,
 )
 from lightning_rlhf.cli.layout_checks import mesh_sizes, world_size
 from lightning_rlhf.cli.model_shape import read_model_shape
@@ -57,6 +60,7 @@ class _Planner:
         self.epochs = self.values.get("algorithm.num_epochs") or 1
         self.num_mini_batches = self.prompts * self.group // self.mini_batch
         self.optimizer_steps = self.num_mini_batches * self.epochs
+        self.critic_mini_batch = self._critic_mini_batch()
 
     def _whole(self, key: str) -> int:
         value = self.values.get(key)
@@ -64,12 +68,41 @@ class _Planner:
             raise ConfigError(f"{key}: the plan needs it as a whole number, and it is {value!r}.")
         return value
 
+    def _critic_mini_batch(self) -> int | None:
+        """Rollouts of one of the critic's optimizer steps; None for an algorithm without a critic.
+
+        Raises:
+            ConfigError: if they do not divide an RL step's rollouts over the ranks.
+        """
+        if "algorithm.critic_mini_batch_size" not in self.values:
+            return None
+        size: int = self.values["algorithm.critic_mini_batch_size"] or self.mini_batch
+        if self.values.get("algorithm.critic_model") is not None:
+            self.notes.append("algorithm.critic_model: the critic is counted with the actor's sizes.")
+        try:
+            check_batch_sizes(
+                prompts_per_step=self.prompts,
+                rollouts_per_prompt=self.group,
+                data_parallel_size=self.ranks,
+                mini_batch_size=size,
+            )
+        except ValueError as error:
+            raise ConfigError(f"algorithm.critic_mini_batch_size: {error}") from error
+        return size
+
+    @property
+    def _critic_steps(self) -> int:
+        return (
+            0 if self.critic_mini_batch is None else self.prompts * self.group // self.critic_mini_batch * self.epochs
+        )
+
     def plan(self) -> dict[str, Any]:
         shape = self._shape()
         prompt_lengths = self._prompt_lengths()
         sizes = self._batch_sizes(shape)
         micro_batches = self._micro_batches(prompt_lengths, sizes)
         pushes = self._weight_pushes()
+        critic = {} if self.critic_mini_batch is None else {"critic_optimizer_steps": self._critic_steps}
         # the denominators are over the mini-batch of all ranks, whatever cuts it up
         return {
             "name": str(self.cfg.name),
@@ -80,6 +113,7 @@ class _Planner:
                 "mini_batches": self.num_mini_batches,
                 "epochs": self.epochs,
                 "optimizer_steps": self.optimizer_steps,
+                **critic,
             },
             "per_rank": {
                 "prompts": self.prompts // self.ranks,
@@ -95,7 +129,9 @@ class _Planner:
             "denominators": self._denominators(),
             "run": self._run_length(prompt_lengths),
             "memory_per_rank": self._memory(shape, micro_batches, prompt_lengths),
-            "communication_per_rl_step": self._communication(shape, micro_batches, pushes["per_rl_step"]),
+            "communication_per_rl_step": self._communication(
+                shape, micro_batches, self._critic_micro_batches(prompt_lengths, sizes), pushes["per_rl_step"]
+            ),
             "weight_pushes": pushes,
             "notes": self.notes,
         }
@@ -148,6 +184,11 @@ class _Planner:
         if report.dropped or report.truncated:
             self.notes.append(f"data: {len(report.dropped)} prompts are dropped, {len(report.truncated)} truncated.")
         return [len(prompt.token_ids) for prompt in encoded]
+
+    def _critic_micro_batches(self, prompt_lengths: list[int] | None, sizes: BatchSizes) -> MicroBatches | None:
+        if self.critic_mini_batch is None or prompt_lengths is None:
+            return None
+        return bound_micro_batches(prompt_lengths, replace(sizes, mini_batch_size=self.critic_mini_batch))
 
     def _micro_batches(self, prompt_lengths: list[int] | None, sizes: BatchSizes) -> MicroBatches | None:
         if prompt_lengths is not None:
@@ -237,12 +278,14 @@ class _Planner:
     def _has_reference(self) -> bool:
         return bool(self.values.get("algorithm.kl_coef"))
 
-    def _state_bytes(self) -> int:
-        path = OmegaConf.select(self.cfg, "algorithm.optimizer._target_") or ""
-        momentum = self.values.get("algorithm.optimizer.momentum") or 0.0
+    def _state_bytes(self, name: str = "optimizer") -> int:
+        if self.values.get(f"algorithm.{name}._target_") is None:
+            name = "optimizer"  # a critic without its own has one like the actor's
+        path = self.values.get(f"algorithm.{name}._target_") or ""
+        momentum = self.values.get(f"algorithm.{name}.momentum") or 0.0
         found = optimizer_state_bytes(str(path), momentum=float(momentum))
         if found is None:
-            self.notes.append(f"algorithm.optimizer: the state of {path} is counted like Adam's, two moments.")
+            self.notes.append(f"algorithm.{name}: the state of {path} is counted like Adam's, two moments.")
         return 8 if found is None else found
 
     def _memory(
@@ -265,6 +308,11 @@ class _Planner:
             gradient_checkpointing=bool(self.values.get("algorithm.gradient_checkpointing")),
             has_reference=self._has_reference,
         )
+        if self.critic_mini_batch is not None:
+            # at rest; the critic's gradients and activations come and go before the actor's
+            critic = value_model(shape)
+            parts["critic_parameters"] = 4 * -(-critic.num_parameters // self._layout.shards)
+            parts["critic_optimizer_state"] = parts["critic_parameters"] // 4 * self._state_bytes("critic_optimizer")
         parts |= self._rollout_memory(shape, prompt_lengths)
         return {**parts, "total": sum(parts.values())}
 
@@ -293,13 +341,18 @@ class _Planner:
         }
 
     def _communication(
-        self, shape: ModelShape | None, micro_batches: MicroBatches | None, pushes: int
+        self,
+        shape: ModelShape | None,
+        micro_batches: MicroBatches | None,
+        critic_micro_batches: MicroBatches | None,
+        pushes: int,
     ) -> dict[str, int] | None:
         if shape is None or micro_batches is None:
             return None
-        # old log-probs are scored only where several updates share rollouts
-        passes = int(self.optimizer_steps > 1) + int(self._has_reference)
-        return communication(
+        # old log-probs are scored only where several updates share rollouts, or the reward reads them
+        in_reward = self._has_reference and self.values.get("algorithm.kl_in") == "reward"
+        passes = int(self.optimizer_steps > 1 or in_reward) + int(self._has_reference)
+        actor = communication(
             shape,
             layout=self._layout,
             compute_bytes=self._compute_bytes,
@@ -308,6 +361,18 @@ class _Planner:
             optimizer_steps=self.optimizer_steps,
             pushes=pushes,
         )
+        if critic_micro_batches is None:
+            return actor
+        critic = communication(
+            value_model(shape),
+            layout=self._layout,
+            compute_bytes=self._compute_bytes,
+            training_micro_batches=critic_micro_batches.per_mini_batch * self._critic_steps,
+            inference_micro_batches=critic_micro_batches.inference,
+            optimizer_steps=self._critic_steps,
+            pushes=0,
+        )
+        return {name: size + critic[name] for name, size in actor.items()}
 
     def _weight_pushes(self) -> dict[str, int]:
         every = self.values.get("weight_sync.every")

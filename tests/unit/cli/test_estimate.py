@@ -19,6 +19,7 @@ from lightning_rlhf.cli.estimate import (
     logits_bytes,
     optimizer_state_bytes,
     training_memory,
+    value_model,
 )
 from lightning_rlhf.cli.model_shape import read_model_shape
 from lightning_rlhf.contracts.engine import EngineConfig
@@ -132,6 +133,13 @@ def test_traffic_by_hand() -> None:
     # two copies: each rank's quarter of the gradients goes around twice, half each time
     assert _traffic(Layout(shards=4, replicas=2))["all_reduce"] == 2 * 2 * 1000 // 2
     assert set(_traffic(Layout()).values()) == {0}
+
+
+def test_a_critic_has_one_row_in_place_of_a_head_of_its_own() -> None:
+    # root 400 = an embedding of 50 x 8, which is the head as well
+    assert value_model(SHAPE).num_parameters == 1000 + 8
+    untied = dataclasses.replace(SHAPE, num_parameters=1400)
+    assert value_model(untied).num_parameters == 1400 - 400 + 8
 
 
 def test_optimizer_state_by_name() -> None:

@@ -27,8 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _arguments(folder: Path, *more: str) -> list[str]:
+    chosen = [argument for argument in more if argument.startswith("experiment=")]
+    more = tuple(argument for argument in more if argument not in chosen)
     return [
-        "experiment=grpo-tiny-1n1r-auto",
+        *(chosen or ["experiment=grpo-tiny-1n1r-auto"]),
         f"model.path={folder / 'model'}",
         "data=jsonl",
         f"data.source.path={folder / 'data.jsonl'}",
@@ -120,6 +122,25 @@ def test_memory_and_traffic(capsys: pytest.CaptureFixture[str], folder: Path) ->
     with_reference = _plan(capsys, folder, "algorithm.kl_coef=0.1")
     assert with_reference["memory_per_rank"]["reference"] == memory["parameters"]
     assert with_reference["communication_per_rl_step"]["all_gather"] == 3 * 4 * parameters // 2
+
+
+def test_a_critic_is_counted(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    actor = _plan(capsys, folder, "algorithm.mini_batch_size=8")
+    ppo = ["experiment=ppo-tiny-1n1r-auto", "algorithm.mini_batch_size=8", "algorithm.critic_mini_batch_size=4"]
+    plan = _plan(capsys, folder, *ppo)
+    assert plan["rl_step"]["optimizer_steps"] == 2
+    assert plan["rl_step"]["critic_optimizer_steps"] == 4
+    memory = plan["memory_per_rank"]
+    # the tiny model's head of 64 x 64 is its own; the critic has one row
+    parameters = memory["rollout_weights"] // 4 - 64 * 64 + 64
+    assert memory["critic_parameters"] == 4 * -(-parameters // 2)
+    assert memory["critic_optimizer_state"] == 2 * memory["critic_parameters"]
+    traffic, before = plan["communication_per_rl_step"], actor["communication_per_rl_step"]
+    assert traffic["reduce_scatter"] - before["reduce_scatter"] == 4 * 4 * parameters // 2
+    # 4 forward-backwards, and one pass for the values before them
+    assert traffic["all_gather"] - before["all_gather"] == (4 * 2 + 1) * 4 * parameters // 2
+    assert traffic["weight_push_all_gather"] == before["weight_push_all_gather"]
+    assert "mini_batch_size=3" in _refusal(capsys, folder, ppo[0], "algorithm.critic_mini_batch_size=3")
 
 
 def test_the_table_shows_the_same(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
