@@ -194,26 +194,26 @@ def test_the_critic_warms_up_alone_and_each_role_counts_its_own_steps(tmp_path: 
     assert result["steps"][1]["versions"] == [0]
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp2_rl", 2)])
-def test_it_resumes_bit_for_bit(tmp_path: Path, tiny_directory: Path, strategy: str, ranks: int) -> None:
-    """From a checkpoint inside the critic's warm-up: both models, both optimizers and schedules, the KL's weight."""
+@pytest.mark.parametrize(("strategy", "ranks", "saved"), [("auto", 1, 1), ("auto", 1, 3), ("fsdp2_rl", 2, 3)])
+def test_it_resumes_bit_for_bit(tmp_path: Path, tiny_directory: Path, strategy: str, ranks: int, saved: int) -> None:
+    """Two steps of warm-up, then two of both models: parameters, optimizers, schedule and the KL's weight go on."""
 
     def run(folder: str, **settings: Any) -> list[dict[str, Any]]:
-        every: dict[str, Any] = {**MANY, "critic_warmup_steps": 2, "every": 1, "save_top_k": -1, **settings}
+        every = {**MANY, "num_epochs": 1, "critic_warmup_steps": 2, "max_rl_steps": 4, "every": 1, "save_top_k": -1}
+        every.update(settings)
         if ranks == 1:
             return [_fit(tmp_path / folder, tiny_directory, **every)]
         return _fit_ranks(tmp_path / folder, tiny_directory, ranks, **every)
 
-    unbroken = run("unbroken", max_rl_steps=5)
-    for saved in (1, 3):
-        checkpoint = tmp_path / "unbroken" / "checkpoints" / f"rl_step={saved:06d}.ckpt"
-        resumed = run(f"resumed-{saved}", max_rl_steps=5, ckpt_path=str(checkpoint))
-        for mine, reference in zip(resumed, unbroken, strict=True):
-            assert _without_pushes(mine["steps"]) == _without_pushes(reference["steps"][saved:])
-            assert mine["counters"] == reference["counters"] == (5, 12, 52)
-            assert mine["kl_coef"] == reference["kl_coef"] != 0.1
-            for name, value in reference["parameters"].items():
-                assert (mine["parameters"][name] == value).all(), name
+    unbroken = run("unbroken")
+    checkpoint = tmp_path / "unbroken" / "checkpoints" / f"rl_step={saved:06d}.ckpt"
+    assert checkpoint.is_dir() == (strategy == "fsdp2_rl")
+    for mine, reference in zip(run("resumed", ckpt_path=str(checkpoint)), unbroken, strict=True):
+        assert _without_pushes(mine["steps"]) == _without_pushes(reference["steps"][saved:])
+        assert mine["counters"] == reference["counters"] == (4, 4, 20)
+        assert mine["kl_coef"] == reference["kl_coef"] != 0.1
+        for name, value in reference["parameters"].items():
+            assert (mine["parameters"][name] == value).all(), name
 
 
 def test_an_adaptive_kl_does_not_resume_from_a_fixed_one(tmp_path: Path, tiny_directory: Path) -> None:
