@@ -5,36 +5,31 @@ from __future__ import annotations
 import dataclasses
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rlhf.algorithms.aggregation import AggregationMode
-from lightning_rlhf.contracts.callback import RNG_STATE_KEY, OptimizerStep, RLCallback
+from lightning_rlhf.contracts.callback import RNG_STATE_KEY
 from lightning_rlhf.contracts.engine import (
     BaseEngine,
     EngineConfig,
-    EngineHost,
-    EngineRegistry,
     LossFunction,
     LRScheduleFactory,
     OptimizerFactory,
 )
-from lightning_rlhf.engines.optimizer import EngineOptimizer
 from lightning_rlhf.metrics import Metric, compute_metrics, merge_metrics
 from lightning_rlhf.modules.arguments import check_arguments
+from lightning_rlhf.modules.engine_owner import EngineOwner
 from lightning_rlhf.modules.step_data import StepData, build_step_data
 from lightning_rlhf.modules.step_metrics import rollout_metrics
 from lightning_rlhf.rewards import RewardFunction, score
@@ -43,13 +38,8 @@ from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, PromptBat
 
 COUNTERS_KEY = "lightning_rlhf"
 
-_OTHER_STRATEGY = (
-    "The module was used with another strategy before: its {engine} does not fit {strategy}. Start from a new module "
-    "and pass the checkpoint as ckpt_path=, or use the same strategy again."
-)
 
-
-class OnPolicyModule(pl.LightningModule):
+class OnPolicyModule(EngineOwner):
     """A LightningModule whose training_step is one RL step; GRPO and PPO derive from it.
 
     A subclass gives the advantage estimator and the policy loss. Optimization is manual: one ``training_step`` takes
@@ -107,7 +97,6 @@ class OnPolicyModule(pl.LightningModule):
             max_rl_steps=max_rl_steps,
             seed=seed,
         )
-        self.automatic_optimization = False
         self.actor_config = EngineConfig(
             role="actor",
             model=model,
@@ -127,17 +116,12 @@ class OnPolicyModule(pl.LightningModule):
         self.mask_truncated = mask_truncated
         self.max_rl_steps = max_rl_steps
         self.seed = seed
-        self.rl_step = 0
-        self.policy_version = 0
         self.last_metrics: dict[str, float] = {}
-        self.engine_modules = nn.ModuleDict()
         self._tokenizer = tokenizer
-        self._engines: dict[str, BaseEngine] = {}
         self._reference: BaseEngine | None = None
         self._timings: dict[str, float] = {}
         self._timed_inside: list[float] = []
         self._noted: dict[str, float] = {}
-        self._step_index, self._step_is_last = 0, False
         self._rng_to_restore: dict[str, Any] | None = None
 
     # --- what an algorithm is -----------------------------------------------------------------------------------
@@ -318,73 +302,13 @@ class OnPolicyModule(pl.LightningModule):
 
     @override
     def configure_model(self) -> None:
-        if self._engines:
-            for role, engine in self._engines.items():
-                self._check_engine(role, engine)
+        if self.has_engines():
             return
         if self.uses_reference:
             # first: the actor's engine may shard in place the very module that the reference is copied from
             reference = dataclasses.replace(self.actor_config, role="reference", optimizer=None, lr_schedule=None)
-            self._reference = self._create_engine("language_model", reference)
+            self._reference = self.create_engine("language_model", reference)
         self.add_trained_engine("language_model", self.actor_config)
-
-    def add_trained_engine(self, model_type: str, config: EngineConfig) -> None:
-        """Builds an engine that has an optimizer, under its role; its parameters become the module's. Collective."""
-        engine = self._engines[config.role] = self._create_engine(model_type, config)
-        self.engine_modules[config.role] = engine.module
-
-    def _create_engine(self, model_type: str, config: EngineConfig) -> BaseEngine:
-        strategy = self.trainer.strategy
-        if isinstance(strategy, EngineHost):
-            return strategy.create_engine(model_type, config)
-        if self.trainer.world_size > 1:
-            raise ValueError(
-                f"Trainer(strategy={type(strategy).__name__}) has {self.trainer.world_size} processes; on several "
-                f"processes use strategy='fsdp2_rl', which keeps losses and gradients exact over ranks."
-            )
-        if self.trainer.precision not in ("32-true", "bf16-mixed"):
-            raise ValueError(
-                f"Trainer(precision={self.trainer.precision!r}) does not work here; choose '32-true' or 'bf16-mixed'. "
-                f"Parameters and optimizer state stay fp32 in both."
-            )
-        compute_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else torch.float32
-        engine = EngineRegistry.new(
-            model_type,
-            "torch",
-            dataclasses.replace(config, compute_dtype=compute_dtype),
-            device=strategy.root_device,
-        )
-        engine.initialize()
-        return engine
-
-    def _check_engine(self, role: str, engine: BaseEngine) -> None:
-        """A module that another Trainer has used before brings its engines; they must fit this one's strategy."""
-        strategy = self.trainer.strategy
-        if isinstance(strategy, EngineHost):
-            strategy.adopt_engine(role, engine)
-        elif isinstance(strategy, ParallelStrategy) or engine.data_parallel_size > 1:
-            raise ValueError(_OTHER_STRATEGY.format(engine=type(engine).__name__, strategy=type(strategy).__name__))
-
-    @override
-    def configure_optimizers(self) -> list[Optimizer]:
-        return [EngineOptimizer(engine, after_step=self._announcer(role)) for role, engine in self._engines.items()]
-
-    def _announcer(self, role: str) -> Callable[..., None]:
-        def announce(result: Any) -> None:
-            if role == "actor" and result.stepped:
-                self.policy_version += 1
-            step = OptimizerStep(
-                role=role,  # type: ignore[arg-type]
-                stepped=result.stepped,
-                index=self._step_index,
-                is_last=self._step_is_last,
-                rl_step=self.rl_step,
-            )
-            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, RLCallback):
-                    callback.on_after_optimizer_step(self.trainer, self, step)
-
-        return announce
 
     # --- Trainer hooks ------------------------------------------------------------------------------------------
 
@@ -401,13 +325,6 @@ class OnPolicyModule(pl.LightningModule):
         # what a validation took is no part of the next RL step
         self._timings.clear()
         self._noted.clear()
-
-    @override
-    def on_train_start(self) -> None:
-        optimizers = self.optimizers(use_pl_optimizer=True)
-        bound = optimizers if isinstance(optimizers, list) else [optimizers]
-        for engine, optimizer in zip(self._engines.values(), bound, strict=True):
-            engine.bind_optimizer(optimizer)
 
     @override
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> int | None:

@@ -72,7 +72,7 @@ def test_the_summary_says_what_runs() -> None:
     )
     lines = summary_lines(cfg, Inspection(cfg).values, world_size=2, moved_to=Path("outputs/x.1"))
     assert lines["algorithm"] == "GRPO on models/SmolLM2-135M-Instruct"
-    assert lines["each step"] == "8 prompts x 8 rollouts = 64 rollouts, 8 optimizer steps of 16"
+    assert lines["each step"] == "16 prompts x 4 rollouts = 64 rollouts, 8 optimizer steps of 16"
     assert lines["rollout"] == "VLLMRollout, weights by WeightSync"
     assert lines["trainer"] == "FSDP2RLStrategy, 2 processes on cpu, precision bf16-mixed"
     assert lines["folder"] == "outputs/grpo-smollm2-1n2r-fsdp2_rl (an earlier run is now in outputs/x.1)"

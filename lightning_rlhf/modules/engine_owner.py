@@ -1,0 +1,124 @@
+"""A LightningModule that trains through engines: who builds them, how Lightning counts their steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_rlhf.contracts.callback import OptimizerStep, RLCallback
+from lightning_rlhf.contracts.engine import (
+    BaseEngine,
+    EngineConfig,
+    EngineHost,
+    EngineRegistry,
+    OptimizerStepResult,
+)
+from lightning_rlhf.engines.optimizer import EngineOptimizer
+from lightning_rlhf.types import Role
+
+_OTHER_STRATEGY = (
+    "The module was used with another strategy before: its {engine} does not fit {strategy}. Start from a new module "
+    "and pass the checkpoint as ckpt_path=, or use the same strategy again."
+)
+
+
+class EngineOwner(pl.LightningModule):
+    """Holds one trained engine per role, each with an optimizer that Lightning steps and counts.
+
+    Attributes:
+        rl_step: training_steps done.
+        policy_version: the actor's optimizer steps that moved its parameters.
+        engine_modules: the engines' modules by role, so that Lightning sees their parameters.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.rl_step = 0
+        self.policy_version = 0
+        self.engine_modules = nn.ModuleDict()
+        self._engines: dict[Role, BaseEngine] = {}
+        self._step_index, self._step_is_last = 0, False
+
+    def has_engines(self) -> bool:
+        """Whether an earlier Trainer has had the engines built; then they are handed to this one's strategy.
+
+        Raises:
+            ValueError: if they do not fit it.
+        """
+        for role, engine in self._engines.items():
+            self._check_engine(role, engine)
+        return bool(self._engines)
+
+    def add_trained_engine(self, model_type: str, config: EngineConfig) -> None:
+        """Builds an engine that has an optimizer, under its role; its parameters become the module's. Collective."""
+        engine = self._engines[config.role] = self.create_engine(model_type, config)
+        self.engine_modules[config.role] = engine.module
+
+    def create_engine(self, model_type: str, config: EngineConfig) -> BaseEngine:
+        """Builds an engine on the strategy's back end; on a plain strategy the ``torch`` one. Collective."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, EngineHost):
+            return strategy.create_engine(model_type, config)
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"Trainer(strategy={type(strategy).__name__}) has {self.trainer.world_size} processes; on several "
+                f"processes use strategy='fsdp2_rl', which keeps losses and gradients exact over ranks."
+            )
+        if self.trainer.precision not in ("32-true", "bf16-mixed"):
+            raise ValueError(
+                f"Trainer(precision={self.trainer.precision!r}) does not work here; choose '32-true' or 'bf16-mixed'. "
+                f"Parameters and optimizer state stay fp32 in both."
+            )
+        compute_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else torch.float32
+        engine = EngineRegistry.new(
+            model_type,
+            "torch",
+            dataclasses.replace(config, compute_dtype=compute_dtype),
+            device=strategy.root_device,
+        )
+        engine.initialize()
+        return engine
+
+    def _check_engine(self, role: str, engine: BaseEngine) -> None:
+        """A module that another Trainer has used before brings its engines; they must fit this one's strategy."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, EngineHost):
+            strategy.adopt_engine(role, engine)
+        elif isinstance(strategy, ParallelStrategy) or engine.data_parallel_size > 1:
+            raise ValueError(_OTHER_STRATEGY.format(engine=type(engine).__name__, strategy=type(strategy).__name__))
+
+    @override
+    def configure_optimizers(self) -> list[Optimizer]:
+        return [EngineOptimizer(engine, after_step=self._announcer(role)) for role, engine in self._engines.items()]
+
+    def _announcer(self, role: Role) -> Callable[[OptimizerStepResult], None]:
+        def announce(result: OptimizerStepResult) -> None:
+            if role == "actor" and result.stepped:
+                self.policy_version += 1
+            step = OptimizerStep(
+                role=role,
+                stepped=result.stepped,
+                index=self._step_index,
+                is_last=self._step_is_last,
+                rl_step=self.rl_step,
+            )
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, RLCallback):
+                    callback.on_after_optimizer_step(self.trainer, self, step)
+
+        return announce
+
+    @override
+    def on_train_start(self) -> None:
+        optimizers = self.optimizers(use_pl_optimizer=True)
+        bound = optimizers if isinstance(optimizers, list) else [optimizers]
+        for engine, optimizer in zip(self._engines.values(), bound, strict=True):
+            engine.bind_optimizer(optimizer)
