@@ -27,6 +27,7 @@ OPTIONS = sorted((group, file.stem) for group in GROUPS for file in (CONFIGS / g
 NEEDS = {
     # what an option asks of the command line
     ("data", "jsonl"): ["data.source.path={folder}/prompts.jsonl", "reward=gsm8k"],
+    ("strategy", "ulysses_rl"): ["trainer.devices=2"],
 }
 
 
