@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support.fork import DistributedError, run_distributed
-from support.toy import Recorder, parameters_of, toy_data, toy_module, toy_trainer
+from support.toy import Recorder, parameters_of, toy_data, toy_module, toy_ppo, toy_trainer
 
 from lightning_rlhf.contracts.callback import RLCallback
 from lightning_rlhf.modules import GRPO
@@ -86,6 +86,24 @@ def test_fewer_prompts_than_ranks(tmp_path: Path, tiny_directory: Path, ranks: i
     plain = _fit(tmp_path, tiny_directory, "auto", 1, **settings)
     for result in _fit_ranks(tmp_path, tiny_directory, ranks, 2, **settings):
         _assert_same(plain, result)
+
+
+def test_ppo_has_its_critic_in_slices_too(tmp_path: Path, tiny_directory: Path) -> None:
+    def fit(strategy: Any, devices: int) -> dict[str, Any]:
+        recorder = Recorder()
+        ppo = toy_ppo(tiny_directory, max_rl_steps=2)
+        toy_trainer(tmp_path, callbacks=[recorder], strategy=strategy, devices=devices).fit(ppo, toy_data())
+        critic = {name: tensor.numpy() for name, tensor in parameters_of(ppo, role="critic").items()}
+        return {"steps": recorder.steps, "parameters": critic}
+
+    plain = fit("auto", 1)
+    assert plain["steps"][1]["metrics"]["critic/loss"] > 0
+    for result in run_distributed(
+        lambda: fit(UlyssesRLStrategy(sp_size=2), 2), 2, init_process_group=False, timeout=120.0
+    ):
+        _assert_same(plain, result)
+        for a, b in zip(plain["steps"], result["steps"], strict=True):
+            assert a["metrics"]["critic/loss"] == pytest.approx(b["metrics"]["critic/loss"], abs=1e-5)
 
 
 def test_a_reward_that_draws_is_drawn_once_for_a_group(tmp_path: Path, tiny_directory: Path) -> None:
