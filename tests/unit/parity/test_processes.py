@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -39,6 +40,37 @@ def test_a_failure_ends_the_others_and_is_told(tmp_path: Path) -> None:
     for rank in range(2):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / f"pid_{rank}").read_text()), 0)
+
+
+def test_a_run_that_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        (tmp_path / "pid.part").write_text(str(os.getpid()))
+        (tmp_path / "pid.part").rename(tmp_path / "pid")
+        time.sleep(60)
+
+    parent = os.fork()
+    if parent == 0:
+        try:
+            _run(work, tmp_path, world_size=1)
+        finally:
+            os._exit(0)
+    end = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    rank = int((tmp_path / "pid").read_text())
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    while _is_running(rank):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # dead, and not yet collected by whoever inherited it
 
 
 def test_a_rank_that_hangs_is_ended(tmp_path: Path) -> None:
