@@ -1,0 +1,378 @@
+"""What every engine must do: checks that any engine class can be run through.
+
+Each check of ``CHECKS`` is called with a ``Subject`` and an empty folder that the ranks share, on every rank of the engine's
+process group at once (or in one process without a group), and fails by an assertion. The numbers that it expects come from a plain
+transformers model that sees one sequence at a time. To try an engine of your own::
+
+    @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+    def test_contract(check: Check, tmp_path: Path) -> None:
+        subject = Subject(model_type="language_model", make=lambda config: MyEngine(config, device=...))
+        run_distributed(check, 2, subject, tmp_path)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.experience import make_experience, policy_gradient
+from support.tiny import tiny_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Qwen3ForSequenceClassification
+
+from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, LossFunction
+from lightning_rlhf.types import Experience, LossOutput, ModelOutputs
+
+HOST = torch.device("cpu")
+LENGTHS = [5, 30, 8, 17, 3, 40, 12, 10]
+"""125 tokens: neither they nor most micro-batches divide by 2."""
+CUTS = ({}, {"micro_batch_size": 2}, {"max_tokens_per_micro_batch": 48})
+MAX_GRAD_NORM = 0.5
+LEARNING_RATE = 1e-3
+TOLERANCE = 1e-5
+
+
+def _halved_each_step(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def _regression(outputs: ModelOutputs, micro_batch: Experience) -> LossOutput:
+    assert outputs.values is not None
+    return LossOutput(terms=(outputs.values - micro_batch.advantages - 1.0) ** 2)
+
+
+LOSSES: dict[str, LossFunction] = {"language_model": policy_gradient, "value_model": _regression}
+_ADAMW = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=1e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """An engine class to be checked.
+
+    Attributes:
+        model_type: ``language_model`` or ``value_model``.
+        make: builds the engine on this rank; ``initialize()`` is left to the checks.
+    """
+
+    model_type: str
+    make: Callable[[EngineConfig], BaseEngine]
+
+    @property
+    def loss(self) -> LossFunction:
+        return LOSSES[self.model_type]
+
+    def engine(self, **changes: Any) -> BaseEngine:
+        settings = {
+            "model": tiny_model(),
+            "optimizer": _ADAMW,
+            "lr_schedule": _halved_each_step,
+            "max_grad_norm": MAX_GRAD_NORM,
+        }
+        engine = self.make(EngineConfig(**{**settings, **changes}))
+        engine.initialize()
+        return engine
+
+
+Check: TypeAlias = Callable[[Subject, Path], None]
+
+
+class ByHand:
+    """The same model and optimizer, with nothing of the engines: one sequence at a time, sums written out."""
+
+    def __init__(self, model_type: str) -> None:
+        self.is_language_model = model_type == "language_model"
+        self.loss = LOSSES[model_type]
+        self.model = tiny_model()
+        self.head = nn.Linear(self.model.config.hidden_size, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
+        self.parameters = dict(self.model.named_parameters())
+        if not self.is_language_model:
+            del self.parameters["lm_head.weight"]
+            self.parameters["score.weight"] = self.head.weight
+        self.optimizer = _ADAMW(self.parameters.values())
+        self.schedule = _halved_each_step(self.optimizer)
+
+    def outputs(self, row: Experience) -> ModelOutputs:
+        """Of one sequence: the state at the token before speaks of a token."""
+        tokens, mask = row.tokens, row.response_mask
+        if not self.is_language_model:
+            values = self.head(self.model.model(input_ids=tokens[None]).last_hidden_state[0])[:-1, 0]
+            return ModelOutputs(values=F.pad(values, (1, 0)) * mask)
+        log_p = (self.model(input_ids=tokens[None]).logits[0, :-1] / row.temperature).log_softmax(-1)
+        chosen = log_p.gather(-1, tokens[1:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        return ModelOutputs(log_probs=F.pad(chosen, (1, 0)) * mask, entropy=F.pad(entropy, (1, 0)) * mask)
+
+    @torch.no_grad()
+    def infer(self, data: Experience) -> dict[str, Tensor]:
+        rows = [vars(self.outputs(data.select([row]))) for row in range(len(data))]
+        names = ("log_probs", "entropy") if self.is_language_model else ("values",)
+        return {name: torch.cat([row[name] for row in rows]) for name in names}
+
+    def step(self, data: Experience) -> dict[str, float]:
+        self.optimizer.zero_grad()
+        total = torch.zeros(())
+        for index in range(len(data)):
+            row = data.select([index])
+            assert row.loss_weights is not None
+            total = total + (self.loss(self.outputs(row), row).terms * row.loss_weights).sum()
+        total.backward()
+        gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        for gradient in gradients:
+            gradient.mul_(min(1.0, MAX_GRAD_NORM / norm))
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.schedule.step()
+        return {"loss": total.item(), "grad_norm": norm, "lr": lr, "skipped_steps": 0.0}
+
+
+def whole_batch() -> Experience:
+    return make_experience(LENGTHS, temperature=0.7)
+
+
+def own_rows(engine: BaseEngine) -> list[int]:
+    return list(range(engine.data_parallel_rank, len(LENGTHS), engine.data_parallel_size))
+
+
+def exported(engine: BaseEngine) -> dict[str, Tensor]:
+    return {name: value.clone().cpu() for name, value in engine.get_per_tensor_param()}
+
+
+def assert_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=TOLERANCE), f"{name}: {found[name]}, by hand {value}"
+
+
+def assert_parameters(engine: BaseEngine, expected: ByHand, tolerance: float = TOLERANCE) -> None:
+    found = exported(engine)
+    assert found.keys() == expected.parameters.keys()
+    for name, value in expected.parameters.items():
+        difference = float((found[name] - value.detach()).abs().max())
+        assert difference <= tolerance, f"{name} differs by {difference}"
+
+
+def assert_outputs(found: ModelOutputs, expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        mine = getattr(found, name)
+        assert mine is not None, f"no {name}"
+        assert mine.dtype is torch.float32
+        torch.testing.assert_close(mine.cpu(), value, atol=TOLERANCE, rtol=0)
+
+
+# --- the checks ------------------------------------------------------------------------------------------------------
+
+
+def train_batch_is_the_sum_over_sequences(subject: Subject, folder: Path) -> None:
+    """Loss, norm before clipping, learning rate and parameters, for any cut into micro-batches and shares."""
+    for cut in CUTS:
+        engine, by_hand = subject.engine(**cut), ByHand(subject.model_type)
+        data = whole_batch().select(own_rows(engine))
+        norms = []
+        for _ in range(3):
+            expected = by_hand.step(whole_batch())
+            assert_metrics(engine.train_batch(data, subject.loss), expected)
+            norms.append(expected["grad_norm"])
+        assert max(norms) > MAX_GRAD_NORM, "no step clips, so clipping is not tried"
+        assert_parameters(engine, by_hand)
+
+
+def outputs_come_in_the_callers_order(subject: Subject, folder: Path) -> None:
+    """B04: whatever the micro-batches; 0 where nothing is scored; entropy only if asked."""
+    data, by_hand = whole_batch(), ByHand(subject.model_type)
+    by_hand.step(data)
+    for cut in CUTS[1:]:
+        engine = subject.engine(**cut)
+        mine = data.select(own_rows(engine))
+        engine.train_batch(mine, subject.loss)
+        found = engine.infer_batch(mine, entropy=True)
+        assert_outputs(found, by_hand.infer(mine))
+        for values in (found.log_probs, found.entropy, found.values):
+            assert values is None or bool((values.cpu()[~mine.response_mask] == 0).all())
+        assert engine.infer_batch(mine).entropy is None
+
+
+def modes_set_the_model_and_put_it_back(subject: Subject, folder: Path) -> None:
+    engine = subject.engine()
+    for before in (False, True):
+        engine.module.train(before)
+        with engine.train_mode():
+            assert engine.module.training
+            assert torch.is_grad_enabled()
+        assert engine.module.training is before
+        with engine.eval_mode():
+            assert not engine.module.training
+            assert not torch.is_grad_enabled()
+        assert engine.module.training is before
+        with pytest.raises(KeyError), engine.train_mode():
+            raise KeyError
+        assert engine.module.training is before
+        assert torch.is_grad_enabled()
+
+
+def forward_only_leaves_gradients_alone(subject: Subject, folder: Path) -> None:
+    engine = subject.engine()
+    data = whole_batch().select(own_rows(engine))
+    with engine.eval_mode():
+        loss = engine.forward_backward_batch(data, subject.loss, forward_only=True)["loss"].compute()
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    assert loss == pytest.approx(engine.forward_backward_batch(data, subject.loss)["loss"].compute(), abs=TOLERANCE)
+    assert any(parameter.grad is not None for parameter in engine.module.parameters())
+    engine.zero_grad()
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+
+
+def offloading_changes_no_number(subject: Subject, folder: Path) -> None:
+    """To the host and back between steps. On the CPU both are one place: there, that ``to`` loses nothing."""
+    engine, by_hand = subject.engine(), ByHand(subject.model_type)
+    data = whole_batch().select(own_rows(engine))
+    for _ in range(2):
+        assert_metrics(engine.train_batch(data, subject.loss), by_hand.step(whole_batch()))
+        engine.to(HOST)
+        assert all(parameter.device == HOST for parameter in engine.module.parameters())
+        assert_parameters(engine, by_hand)
+        engine.to(engine.device, optimizer=False, grad=False)
+        assert all(parameter.device.type == engine.device.type for parameter in engine.module.parameters())
+        engine.to(engine.device, model=False)
+    assert_metrics(engine.train_batch(data, subject.loss), by_hand.step(whole_batch()))
+    assert_parameters(engine, by_hand)
+
+
+def a_loaded_checkpoint_goes_on(subject: Subject, folder: Path) -> None:
+    """Parameters, moments and learning rate, into an engine that started from other weights."""
+    engine, by_hand = subject.engine(), ByHand(subject.model_type)
+    data = whole_batch().select(own_rows(engine))
+    for _ in range(2):
+        engine.train_batch(data, subject.loss)
+        by_hand.step(whole_batch())
+    engine.save_checkpoint(folder / "checkpoint")
+    again = subject.engine(model=tiny_model(seed=7))
+    again.load_checkpoint(folder / "checkpoint")
+    assert_parameters(again, by_hand)
+    assert_metrics(again.train_batch(data, subject.loss), by_hand.step(whole_batch()))
+    assert_parameters(again, by_hand)
+
+
+def parameters_leave_whole_under_hugging_face_names(subject: Subject, folder: Path) -> None:
+    for tied in (False, True):
+        engine, model = subject.engine(model=tiny_model(tied=tied)), tiny_model(tied=tied)
+        expected = dict(model.named_parameters())
+        if subject.model_type == "value_model":
+            config = model.config
+            config.num_labels = 1
+            classifier = Qwen3ForSequenceClassification(config)
+            expected = {name: expected.get(name, torch.zeros(1, 64)) for name, _ in classifier.named_parameters()}
+        found = []
+        for name, value in engine.get_per_tensor_param():
+            assert not isinstance(value, DTensor), f"{name} is a shard"
+            assert not value.requires_grad
+            assert value.dtype is torch.float32
+            torch.testing.assert_close(value.cpu(), expected[name].detach(), atol=0, rtol=0)
+            found.append(name)
+        assert sorted(found) == sorted(expected), "each name once, and none besides"
+
+
+def ranks_know_their_places(subject: Subject, folder: Path) -> None:
+    """Every share is held by equally many ranks, one of which speaks for it; groups hold what they should."""
+    engine = subject.engine()
+    rank, size = engine.data_parallel_rank, engine.data_parallel_size
+    rows, model = engine.data_parallel_group, engine.model_parallel_group
+    assert 0 <= rank < size
+    if not dist.is_initialized():
+        assert (size, rows, model) == (1, None, None)
+        assert engine.is_mp_src_rank_with_outputs()
+        return
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (rank, engine.is_mp_src_rank_with_outputs()))
+    speakers = [place for place, speaks in places if speaks]
+    assert sorted(speakers) == list(range(size)), f"one speaker for each of {size} shares, got {speakers}"
+    per_share = dist.get_world_size() // size
+    assert all([place for place, _ in places].count(share) == per_share for share in range(size))
+    if size > 1:
+        assert rows is not None
+        assert sorted(places[peer][0] for peer in dist.get_process_group_ranks(rows)) == list(range(size))
+    if per_share > 1:
+        assert model is not None
+        assert [places[peer][0] for peer in dist.get_process_group_ranks(model)] == [rank] * per_share
+
+
+def a_gradient_that_is_not_finite_moves_nothing(subject: Subject, folder: Path) -> None:
+    """On one share alone: no rank steps, and the next step is what it would have been."""
+    engine, by_hand = subject.engine(), ByHand(subject.model_type)
+    data = whole_batch().select(own_rows(engine))
+    assert_metrics(engine.train_batch(data, subject.loss), by_hand.step(whole_batch()))
+    broken = whole_batch().select(own_rows(engine))
+    if engine.data_parallel_rank == engine.data_parallel_size - 1:
+        broken.advantages.fill_(torch.nan)
+    metrics = engine.train_batch(broken, subject.loss)
+    assert metrics["skipped_steps"] == 1.0
+    assert not math.isfinite(metrics["grad_norm"])
+    assert engine.last_step is not None
+    assert not engine.last_step.stepped
+    assert_parameters(engine, by_hand)
+    assert_metrics(engine.train_batch(data, subject.loss), by_hand.step(whole_batch()))
+    assert_parameters(engine, by_hand)
+
+
+def a_rank_without_rows_joins_the_others(subject: Subject, folder: Path) -> None:
+    """All rows are the first share's; in one share, a mini-batch without rows changes only what its decay does."""
+    engine = subject.engine(micro_batch_size=3)
+    everything = list(range(len(LENGTHS)))
+    mine = whole_batch().select(everything if engine.data_parallel_rank == 0 else [])
+    by_hand = ByHand(subject.model_type)
+    assert_metrics(engine.train_batch(mine, subject.loss), by_hand.step(whole_batch()))
+    assert_parameters(engine, by_hand)
+    assert_outputs(engine.infer_batch(mine, entropy=True), by_hand.infer(mine) if len(mine) else {})
+    empty = whole_batch().select([])
+    metrics = engine.train_batch(empty, subject.loss)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["skipped_steps"]) == (0.0, 0.0, 0.0)
+    outputs = engine.infer_batch(empty)
+    scores = outputs.log_probs if subject.model_type == "language_model" else outputs.values
+    assert scores is None or scores.shape == (0,)
+
+
+def a_model_without_optimizer_scores_and_does_not_train(subject: Subject, folder: Path) -> None:
+    engine = subject.engine(optimizer=None, lr_schedule=None)
+    data = whole_batch().select(own_rows(engine))
+    assert_outputs(engine.infer_batch(data, entropy=True), ByHand(subject.model_type).infer(data))
+    assert engine.optimizer is None
+    for train in (lambda: engine.train_batch(data, subject.loss), engine.optimizer_step):
+        with pytest.raises(RuntimeError, match="no optimizer"):
+            train()
+    with pytest.raises(RuntimeError, match="no adapter"), engine.disable_adapter():
+        pass
+
+
+def all_checks(subject: Subject, folder: Path) -> None:
+    """Every check, one after the other on the same ranks, which start once: an error's traceback names the check."""
+    for name, check in CHECKS.items():
+        (folder / name).mkdir(exist_ok=True)
+        check(subject, folder / name)
+
+
+CHECKS: dict[str, Check] = {
+    check.__name__: check
+    for check in (
+        train_batch_is_the_sum_over_sequences,
+        outputs_come_in_the_callers_order,
+        modes_set_the_model_and_put_it_back,
+        forward_only_leaves_gradients_alone,
+        offloading_changes_no_number,
+        a_loaded_checkpoint_goes_on,
+        parameters_leave_whole_under_hugging_face_names,
+        ranks_know_their_places,
+        a_gradient_that_is_not_finite_moves_nothing,
+        a_rank_without_rows_joins_the_others,
+        a_model_without_optimizer_scores_and_does_not_train,
+    )
+}
