@@ -77,7 +77,7 @@ lint: setup ## check style, types and layers
 	check ruff check .
 	check ruff format --check .
 	check mypy
-	check lint-imports
+	check lint-imports --no-cache
 	if [ -n "$$failed" ]; then $(call done,failed in$$failed); exit 1; fi
 	$(call done,passed)
 

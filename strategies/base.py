@@ -21,6 +21,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -33,6 +34,7 @@ from typing_extensions import override
 
 from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineRegistry
 from lightning_rlhf.strategies import checkpoints
+from lightning_rlhf.strategies.processes import die_with_parent
 
 T = TypeVar("T")
 
@@ -179,6 +181,8 @@ class RLStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if isinstance(self.cluster_environment, LightningEnvironment) and self.local_rank > 0:
+            die_with_parent()  # rank 0 started this process; without it, it would wait for the timeout
         reset_seed()
         self._set_world_ranks()
         if self.cluster_environment is None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
@@ -19,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-_PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when its parent dies."""
+from lightning_rlhf.strategies.processes import die_with_parent
+
 _GRACE_SECONDS = 2.0
 """The other ranks get this long to write down their own error after one has failed."""
 
@@ -105,8 +103,7 @@ def _rank(
     num_threads: int,
 ) -> None:
     try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed run leaves no rank behind
+        die_with_parent()
         os.dup2(2, 1)  # what is printed here must not get into the report on stdout
         torch.set_num_threads(num_threads)
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
