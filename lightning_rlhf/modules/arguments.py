@@ -37,20 +37,35 @@ def check_arguments(
 
 
 def check_policy_loss(
-    *, clip_low: float, clip_high: float, dual_clip: float | None, kl_coef: float, kl_estimator: str
+    *, clip_low: float | None, clip_high: float | None, dual_clip: float | None, kl_coef: float, kl_estimator: str
 ) -> None:
     """What a clipped policy loss with a KL term asks of its arguments.
 
     Raises:
         ValueError: naming the argument, what it is, and what it may be.
     """
-    if not 0 <= clip_low < 1 or not 0 <= clip_high < math.inf:
-        raise ValueError(f"clip_low={clip_low} must lie in [0, 1) and clip_high={clip_high} must not be negative.")
+    if not 0 <= (clip_low or 0.0) <= 1 or not 0 <= (clip_high or 0.0) < math.inf:
+        raise ValueError(f"clip_low={clip_low} must lie in [0, 1] and clip_high={clip_high} must not be negative.")
     if dual_clip is not None and not 1 < dual_clip < math.inf:
         raise ValueError(f"dual_clip must be above 1 (or None for off), got {dual_clip}.")
     if not 0 <= kl_coef < math.inf:
         raise ValueError(f"kl_coef must be a number of at least 0, got {kl_coef}.")
     check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
+
+
+def check_overlong(max_tokens: int | None, cache_tokens: int | None) -> None:
+    """What DAPO's soft overlong penalty asks of its two lengths: both, or neither.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if max_tokens is None and cache_tokens is None:
+        return
+    if max_tokens is None or cache_tokens is None or not 1 <= cache_tokens <= max_tokens:
+        raise ValueError(
+            "The overlong penalty needs 1 <= overlong_cache_tokens <= overlong_max_tokens, or neither of them; "
+            f"got {cache_tokens} and {max_tokens}."
+        )
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,32 +1,36 @@
-"""The policy's side of GRPO and PPO: the clipped objective, the KL to a reference, the entropy bonus."""
+"""The policy's side of GRPO and PPO: the policy loss, the KL to a reference, the entropy bonus."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rlhf.algorithms import losses
 from lightning_rlhf.algorithms.aggregation import AggregationMode
-from lightning_rlhf.algorithms.corrections import mismatch_metrics
+from lightning_rlhf.algorithms.corrections import correction_metrics, effective_sample_size, mismatch_metrics
 from lightning_rlhf.algorithms.kl import KLEstimator, kl_penalty
 from lightning_rlhf.algorithms.kl_controller import kl_controller
+from lightning_rlhf.algorithms.registry import Correction, PolicyLoss
 from lightning_rlhf.contracts.engine import LRScheduleFactory, OptimizerFactory
 from lightning_rlhf.metrics import Metric
-from lightning_rlhf.modules.arguments import check_policy_loss
+from lightning_rlhf.modules.arguments import check_choice, check_policy_loss
+from lightning_rlhf.modules.chosen_parts import chosen_correction, chosen_policy_loss
 from lightning_rlhf.modules.on_policy import COUNTERS_KEY, OnPolicyModule
 from lightning_rlhf.modules.step_data import StepData
 from lightning_rlhf.rewards import RewardFunction
 from lightning_rlhf.types import Experience, LossOutput, ModelOutputs
 
+OldLogProbs: TypeAlias = Literal["trainer", "rollout"]
+
 
 class ClippedPolicyModule(OnPolicyModule):
-    """An on-policy algorithm whose actor trains on PPO's clipped objective; a subclass gives the advantages.
+    """An on-policy algorithm whose actor trains on a loss of log-prob ratios; a subclass gives the advantages.
 
-    The arguments are those of ``GRPO`` and ``PPO``, which hold their defaults.
+    The arguments are those of ``GRPO`` and ``PPO``, which hold their defaults; ``PPO`` leaves out the last five.
     """
 
     def __init__(
@@ -37,8 +41,8 @@ class ClippedPolicyModule(OnPolicyModule):
         optimizer: OptimizerFactory,
         lr_schedule: LRScheduleFactory | None,
         tokenizer: str | Path | PreTrainedTokenizerBase | None,
-        clip_low: float,
-        clip_high: float,
+        clip_low: float | None,
+        clip_high: float | None,
         dual_clip: float | None,
         aggregation: AggregationMode,
         norm_length: int | None,
@@ -57,10 +61,25 @@ class ClippedPolicyModule(OnPolicyModule):
         mask_truncated: bool,
         max_rl_steps: int | None,
         seed: int,
+        policy_loss: str | PolicyLoss = "ppo_clip",
+        policy_loss_args: Mapping[str, Any] | None = None,
+        rollout_correction: str | Correction = "none",
+        correction_args: Mapping[str, Any] | None = None,
+        old_log_probs_from: OldLogProbs = "trainer",
     ) -> None:
         check_policy_loss(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, kl_coef=kl_coef, kl_estimator=kl_estimator
         )
+        check_choice("old_log_probs_from", old_log_probs_from, get_args(OldLogProbs))
+        loss = chosen_policy_loss(
+            policy_loss, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, arguments=policy_loss_args
+        )
+        correction = chosen_correction(rollout_correction, correction_args)
+        if correction is not None and old_log_probs_from == "rollout":
+            raise ValueError(
+                f"rollout_correction={rollout_correction!r} weighs the trainer's old log-probs against the rollout "
+                "engine's; old_log_probs_from='rollout' makes them one. Leave one of the two out."
+            )
         super().__init__(
             model=model,
             reward=reward,
@@ -80,7 +99,8 @@ class ClippedPolicyModule(OnPolicyModule):
             max_rl_steps=max_rl_steps,
             seed=seed,
         )
-        self.clip_low, self.clip_high, self.dual_clip = clip_low, clip_high, dual_clip
+        self.objective, self.correction = loss, correction
+        self.old_log_probs_from: OldLogProbs = old_log_probs_from
         self.kl_estimator: KLEstimator = kl_estimator
         self.kl_controller = kl_controller(kl_coef, target=kl_target, horizon=kl_horizon)
         self.entropy_coef = entropy_coef
@@ -96,6 +116,11 @@ class ClippedPolicyModule(OnPolicyModule):
         return self.kl_coef != 0.0
 
     @property
+    @override
+    def old_log_probs_are_rollouts(self) -> bool:
+        return self.old_log_probs_from == "rollout"
+
+    @property
     def kl_is_in_loss(self) -> bool:
         """Whether the KL to the reference is a term of the actor's loss."""
         return True
@@ -106,18 +131,16 @@ class ClippedPolicyModule(OnPolicyModule):
         if log_probs is None:
             raise ValueError(f"{type(self).__name__}'s loss needs log_probs; the engine gave none.")
         old = log_probs.detach() if micro_batch.old_log_probs is None else micro_batch.old_log_probs
-        loss = losses.ppo_clip(
-            log_probs,
-            old,
-            micro_batch.advantages,
-            mask,
-            cu_seqlens=micro_batch.cu_seqlens,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
+        rollout, cu_seqlens = micro_batch.rollout_log_probs, micro_batch.cu_seqlens
+        loss = self.objective(log_probs, old, micro_batch.advantages, mask, cu_seqlens=cu_seqlens)
+        # in bypass mode `old` is the rollout engine's own: the gap is that of the policy in training
+        trainer = log_probs.detach() if self.old_log_probs_are_rollouts else old
+        metrics = {**loss.metrics, **mismatch_metrics(trainer, rollout, mask)}
         terms = loss.terms
-        metrics = {**loss.metrics, **mismatch_metrics(old, micro_batch.rollout_log_probs, mask)}
+        if self.correction is not None:
+            weights = self.correction(old, rollout, mask, cu_seqlens=cu_seqlens)
+            terms = terms * weights
+            metrics.update(correction_metrics(weights, old, rollout, mask))
         if outputs.entropy is not None:
             metrics["entropy"] = Metric.mean(outputs.entropy, mask)
         if self.entropy_coef != 0.0:
@@ -134,6 +157,11 @@ class ClippedPolicyModule(OnPolicyModule):
     @override
     def update(self, data: StepData) -> dict[str, float]:
         metrics = super().update(data)
+        if "actor/correction_weight_mean" in metrics:
+            # a ratio of two means: formed once they are those of all ranks and mini-batches
+            metrics["actor/effective_sample_size"] = effective_sample_size(
+                metrics["actor/correction_weight_mean"], metrics["actor/correction_weight_square_mean"]
+            )
         if self.uses_reference:
             metrics["actor/kl_coef"] = self.kl_coef
             kl = metrics.get("actor/ref_kl")

@@ -1,26 +1,33 @@
-"""Group relative policy optimization."""
+"""Group relative policy optimization, and the family of algorithms that need no critic."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rlhf.algorithms import advantages
 from lightning_rlhf.algorithms.aggregation import AggregationMode
 from lightning_rlhf.algorithms.kl import KLEstimator
+from lightning_rlhf.algorithms.registry import AdvantageEstimator, Correction, PolicyLoss
 from lightning_rlhf.contracts.engine import LRScheduleFactory, OptimizerFactory
-from lightning_rlhf.modules.clipped_policy import ClippedPolicyModule
-from lightning_rlhf.rewards import RewardFunction
+from lightning_rlhf.modules.arguments import check_overlong
+from lightning_rlhf.modules.chosen_parts import chosen_advantage
+from lightning_rlhf.modules.clipped_policy import ClippedPolicyModule, OldLogProbs
+from lightning_rlhf.modules.step_data import StepData
+from lightning_rlhf.rewards import RewardFunction, soft_overlong_penalty
+from lightning_rlhf.types import Rollouts
 
 
 class GRPO(ClippedPolicyModule):
     """GRPO (DeepSeekMath, arXiv:2402.03300): advantages from the rewards of a prompt's group, no critic.
 
-    With ``normalize_std=False`` and ``aggregation="seq-mean-token-sum-norm"`` it is Dr.GRPO (arXiv:2503.20783); with
-    ``clip_high`` above ``clip_low`` it has DAPO's clip-higher (arXiv:2503.14476).
+    ``advantage``, ``policy_loss`` and ``aggregation`` are chosen apart, so that the class is the whole family: Dr.GRPO
+    (arXiv:2503.20783) is ``normalize_std=False`` and ``aggregation="seq-mean-token-sum-norm"``; DAPO, GSPO, CISPO, RLOO
+    and REINFORCE++ each have a file in ``configs/algorithm``. ``docs/algorithms.md`` lists what there is.
 
     Args:
         model: a Hugging Face directory or id, or a causal-LM module.
@@ -28,10 +35,21 @@ class GRPO(ClippedPolicyModule):
         optimizer: builds the optimizer from the parameters and holds the learning rate.
         lr_schedule: builds a learning-rate schedule from the optimizer; stepped once per optimizer step.
         tokenizer: a tokenizer or its directory; None loads the model's.
-        normalize_std: divide by the group's standard deviation.
-        clip_low: the ratio is clipped below at ``1 - clip_low``.
-        clip_high: and above at ``1 + clip_high``.
+        advantage: name of an estimator in ``algorithms.advantages`` or registered by ``register_advantage``, or a
+            callable ``(rewards, uids) -> advantages``, see ``algorithms.registry``.
+        advantage_args: further arguments of that estimator.
+        normalize_std: divide by the group's standard deviation, in the estimators that do.
+        policy_loss: name of a loss in ``algorithms.losses`` or registered by ``register_policy_loss``, or a callable.
+        policy_loss_args: further arguments of that loss.
+        clip_low: the ratio is clipped below at ``1 - clip_low``; None takes the loss's own bound, 0.2 for ``ppo_clip``.
+        clip_high: and above at ``1 + clip_high``; None likewise.
         dual_clip: bound on the loss of a negative advantage, as a multiple of it; None is off.
+        rollout_correction: weighs the loss's terms by the gap between trainer and rollout engine: ``none``, a name in
+            ``algorithms.corrections`` (``token_tis``, ``sequence_tis``, ``icepop``, ``sequence_mask``,
+            ``geometric_mask``, ``veto``), or a callable.
+        correction_args: further arguments of that correction.
+        old_log_probs_from: whose log-probs the ratio's denominator holds: ``trainer`` computes them before the update;
+            ``rollout`` takes those the tokens were sampled with (no forward, and the ratio then corrects the gap too).
         aggregation: how per-token terms become one loss.
         norm_length: tokens; Dr.GRPO's constant, usually the rollout's ``max_new_tokens``.
         kl_coef: weight of the KL to the frozen starting model; 0 keeps no reference.
@@ -47,7 +65,10 @@ class GRPO(ClippedPolicyModule):
         max_grad_norm: global gradient norm above which gradients are scaled down; None never.
         gradient_checkpointing: recompute activations in the backward.
         logits_chunk_size: tokens whose logits are held at a time.
-        mask_truncated: leave responses that hit the length limit out of the loss.
+        mask_truncated: leave responses that hit the length limit out of the loss (DAPO's overlong filtering).
+        overlong_max_tokens: DAPO's soft overlong penalty takes 1 off the reward of a training response of this length,
+            see ``rewards.soft_overlong_penalty``; None takes nothing off.
+        overlong_cache_tokens: tokens before that length over which the penalty grows from 0.
         max_rl_steps: RL steps after which training ends; None leaves it to the Trainer.
         seed: draws the mini-batches.
     """
@@ -60,10 +81,17 @@ class GRPO(ClippedPolicyModule):
         optimizer: OptimizerFactory,
         lr_schedule: LRScheduleFactory | None = None,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+        advantage: str | AdvantageEstimator = "grpo",
+        advantage_args: Mapping[str, Any] | None = None,
         normalize_std: bool = True,
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
+        policy_loss: str | PolicyLoss = "ppo_clip",
+        policy_loss_args: Mapping[str, Any] | None = None,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
         dual_clip: float | None = None,
+        rollout_correction: str | Correction = "none",
+        correction_args: Mapping[str, Any] | None = None,
+        old_log_probs_from: OldLogProbs = "trainer",
         aggregation: AggregationMode = "token-mean",
         norm_length: int | None = None,
         kl_coef: float = 0.0,
@@ -79,9 +107,13 @@ class GRPO(ClippedPolicyModule):
         gradient_checkpointing: bool = False,
         logits_chunk_size: int = 512,
         mask_truncated: bool = False,
+        overlong_max_tokens: int | None = None,
+        overlong_cache_tokens: int | None = None,
         max_rl_steps: int | None = None,
         seed: int = 0,
     ) -> None:
+        estimator = chosen_advantage(advantage, normalize_std=normalize_std, arguments=advantage_args)
+        check_overlong(overlong_max_tokens, overlong_cache_tokens)
         super().__init__(
             model=model,
             reward=reward,
@@ -108,9 +140,32 @@ class GRPO(ClippedPolicyModule):
             mask_truncated=mask_truncated,
             max_rl_steps=max_rl_steps,
             seed=seed,
+            policy_loss=policy_loss,
+            policy_loss_args=policy_loss_args,
+            rollout_correction=rollout_correction,
+            correction_args=correction_args,
+            old_log_probs_from=old_log_probs_from,
         )
         self.normalize_std = normalize_std
+        self.overlong_max_tokens, self.overlong_cache_tokens = overlong_max_tokens, overlong_cache_tokens
+        self._estimator = estimator
 
     @override
-    def estimate_advantages(self, rewards: Tensor, uids: list[str]) -> Tensor:
-        return advantages.grpo(rewards, uids, normalize_std=self.normalize_std)
+    def estimate_advantages(self, rewards: Tensor, uids: list[str], lengths: Tensor) -> Tensor:
+        return self._estimator(rewards, uids, lengths)
+
+    @override
+    def make_experience(self, rollouts: Rollouts, rewards: Tensor) -> StepData:
+        penalties = self._overlong_penalties(rollouts.response_lengths)
+        if penalties is None:
+            return super().make_experience(rollouts, rewards)
+        data = super().make_experience(rollouts, rewards + penalties.to(rewards.device))
+        over_all = self._overlong_penalties(data.response_lengths)
+        if over_all is not None:
+            self.note_metrics({"reward/overlong_penalty": float(over_all.mean())})
+        return data
+
+    def _overlong_penalties(self, lengths: Tensor) -> Tensor | None:
+        if self.overlong_max_tokens is None or self.overlong_cache_tokens is None:
+            return None
+        return soft_overlong_penalty(lengths, self.overlong_max_tokens, self.overlong_cache_tokens)

@@ -126,8 +126,8 @@ class OnPolicyModule(EngineOwner):
 
     # --- what an algorithm is -----------------------------------------------------------------------------------
 
-    def estimate_advantages(self, rewards: Tensor, uids: list[str]) -> Tensor:
-        """Advantages ``[B]`` of all ranks' rows, from their rewards ``[B]`` (NaN: left out) and groups.
+    def estimate_advantages(self, rewards: Tensor, uids: list[str], lengths: Tensor) -> Tensor:
+        """Advantages ``[B]`` of all ranks' rows, from their rewards (NaN: left out), groups and response lengths.
 
         An algorithm whose advantages differ from token to token overrides ``add_advantages`` instead.
         """
@@ -136,7 +136,7 @@ class OnPolicyModule(EngineOwner):
     def add_advantages(self, data: StepData) -> StepData:
         """Fills in ``experience.advantages``; here each token gets its rollout's. Collective."""
         experience = data.experience
-        per_row = data.own_rows(self.estimate_advantages(data.rewards, data.uids))
+        per_row = data.own_rows(self.estimate_advantages(data.rewards, data.uids, data.response_lengths))
         advantages = per_row[experience.sequence_ids] * experience.loss_mask
         return dataclasses.replace(data, experience=dataclasses.replace(experience, advantages=advantages))
 
@@ -152,6 +152,11 @@ class OnPolicyModule(EngineOwner):
     @property
     def uses_old_log_probs(self) -> bool:
         """Whether the log-probs before the update are read for more than the ratio of a later update."""
+        return False
+
+    @property
+    def old_log_probs_are_rollouts(self) -> bool:
+        """Whether the rollout engine's log-probs stand in for the trainer's before the update."""
         return False
 
     @property
@@ -198,7 +203,9 @@ class OnPolicyModule(EngineOwner):
             )
         experience = data.experience
         num_updates = self.num_epochs * len(data.in_mini_batches(self.mini_batch_size).plan.mini_batches)
-        if num_updates > 1 or self.uses_old_log_probs:
+        if self.old_log_probs_are_rollouts:
+            experience = dataclasses.replace(experience, old_log_probs=experience.rollout_log_probs)
+        elif num_updates > 1 or self.uses_old_log_probs:
             with self.timed("old_log_probs"):
                 old = self.actor.infer_batch(experience).log_probs
             experience = dataclasses.replace(experience, old_log_probs=old)

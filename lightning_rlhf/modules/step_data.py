@@ -48,6 +48,11 @@ class StepData:
         ]
         return torch.tensor(rewards, dtype=torch.float32)
 
+    @property
+    def response_lengths(self) -> Tensor:
+        """``[B]`` int64 of all ranks' rows, in the order of the plan: tokens sampled by the policy. On the host."""
+        return torch.tensor([fact.num_response_tokens for fact in self.plan.facts], dtype=torch.int64)
+
     def own_rows(self, values: Tensor) -> Tensor:
         """This rank's rows' of a value ``[B]`` of all ranks' rows, on the experience's device."""
         rows = torch.tensor(self.plan.rows_of_rank(self.rank), dtype=torch.int64, device=values.device)

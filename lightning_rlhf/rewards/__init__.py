@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lightning_rlhf.rewards.extract import Extraction, extract_answer
 from lightning_rlhf.rewards.function import RewardFunction, Scores, WeightedRewards, reward_name, score
+from lightning_rlhf.rewards.length import soft_overlong_penalty
 from lightning_rlhf.rewards.math import gsm8k_reward
 from lightning_rlhf.rewards.reasoning_gym import ReasoningGymReward
 
@@ -20,4 +21,5 @@ __all__ = [
     "gsm8k_reward",
     "reward_name",
     "score",
+    "soft_overlong_penalty",
 ]

@@ -83,7 +83,7 @@ def test_show_config_prints_values_and_problems(capsys: pytest.CaptureFixture[st
     assert main(["algorithm.clip_high=0.28"]) == 0
     out, err = capsys.readouterr()
     shown = yaml.safe_load(out)
-    assert (shown["algorithm.clip_high"], shown["algorithm.clip_low"]) == (0.28, 0.2)
+    assert (shown["algorithm.clip_high"], shown["algorithm.clip_low"]) == (0.28, None)
     assert "trainer.num_nodes" not in shown  # Lightning's own default
     assert err == ""
     assert main(["algorithm.clip_hi=0.28"]) == 2

@@ -1,0 +1,126 @@
+"""A module's estimator, loss and correction, by name or callable; their arguments are checked before a model loads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.algorithms.registry import (
+    AdvantageEstimator,
+    Correction,
+    PolicyLoss,
+    advantage_estimator,
+    policy_loss,
+    rollout_correction,
+)
+
+
+def chosen_policy_loss(
+    chosen: str | PolicyLoss,
+    *,
+    clip_low: float | None,
+    clip_high: float | None,
+    dual_clip: float | None,
+    arguments: Mapping[str, Any] | None,
+) -> PolicyLoss:
+    """The loss with its arguments bound.
+
+    Args:
+        chosen: a known name or a callable.
+        clip_low: given to the loss unless None.
+        clip_high: likewise.
+        dual_clip: likewise.
+        arguments: what else the loss takes.
+
+    Raises:
+        ValueError: for an unknown name, an argument that the loss does not take, or a value that it refuses.
+    """
+    loss = policy_loss(chosen)
+    bounds = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    given = {name: value for name, value in bounds.items() if value is not None}
+    twice = sorted(given.keys() & (arguments or {}).keys())
+    if twice:
+        raise ValueError(f"policy_loss_args holds {', '.join(twice)}, which is an argument of its own. Give it once.")
+    bound: PolicyLoss = _bind("policy_loss", chosen, loss, {**given, **(arguments or {})})
+    if isinstance(chosen, str):
+        zero, ends = torch.zeros(1), torch.tensor([0, 1])
+        bound(zero, zero, zero, torch.ones(1, dtype=torch.bool), cu_seqlens=ends)  # each loss checks its own arguments
+    return bound
+
+
+def chosen_advantage(
+    chosen: str | AdvantageEstimator, *, normalize_std: bool, arguments: Mapping[str, Any] | None
+) -> Callable[[Tensor, list[str], Tensor], Tensor]:
+    """The estimator as ``(rewards, uids, lengths) -> advantages``, its arguments bound.
+
+    Args:
+        chosen: a known name or a callable; one with a parameter ``lengths`` is given them.
+        normalize_std: given to an estimator that takes it; False is refused for any other.
+        arguments: what else the estimator takes.
+
+    Raises:
+        ValueError: for an unknown name or an argument that the estimator does not take.
+    """
+    estimator = advantage_estimator(chosen)
+    takes = inspect.signature(estimator).parameters
+    given: dict[str, Any] = dict(arguments or {})
+    if "normalize_std" in takes:
+        given.setdefault("normalize_std", normalize_std)
+    elif not normalize_std:
+        raise ValueError(f"normalize_std=False means nothing to advantage={_named(chosen)}: it has no such division.")
+    bound = _bind("advantage", chosen, estimator, given)
+
+    def estimate(rewards: Tensor, uids: list[str], lengths: Tensor) -> Tensor:
+        advantages: Tensor = bound(rewards, uids, **({"lengths": lengths} if "lengths" in takes else {}))
+        return advantages
+
+    return estimate
+
+
+def chosen_correction(chosen: str | Correction, arguments: Mapping[str, Any] | None) -> Correction | None:
+    """The correction as ``(old_log_probs, rollout_log_probs, mask, cu_seqlens=...) -> weights``; None for none.
+
+    Raises:
+        ValueError: for an unknown name, an argument that it does not take, or a value that it refuses.
+    """
+    correction = rollout_correction(chosen)
+    if correction is None:
+        if arguments:
+            raise ValueError(f"correction_args={dict(arguments)} without a rollout_correction to take them.")
+        return None
+    bound = _bind("rollout_correction", chosen, correction, dict(arguments or {}))
+    by_sequence = "cu_seqlens" in inspect.signature(correction).parameters
+
+    def weigh(old: Tensor, rollout: Tensor, mask: Tensor, *, cu_seqlens: Tensor) -> Tensor:
+        weights: Tensor = bound(old, rollout, mask, **({"cu_seqlens": cu_seqlens} if by_sequence else {}))
+        return weights.detach()
+
+    if isinstance(chosen, str):
+        weigh(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool), cu_seqlens=torch.tensor([0, 1]))
+    return weigh
+
+
+def _bind(argument: str, chosen: str | Callable[..., Any], function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """``partial(function, **given)``, refusing what the function does not take."""
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        own = [name for name, p in parameters.items() if p.kind == p.KEYWORD_ONLY and name not in _FROM_THE_STEP]
+        unknown = sorted(given.keys() - set(own))
+        if unknown:
+            raise ValueError(
+                f"{argument}={_named(chosen)} takes no {', '.join(unknown)}; it takes {', '.join(own) or 'nothing'}."
+            )
+    return partial(function, **given)
+
+
+_FROM_THE_STEP = ("cu_seqlens", "lengths")
+"""Arguments that a step's data gives, not the user."""
+
+
+def _named(chosen: str | Callable[..., Any]) -> str:
+    return repr(chosen) if isinstance(chosen, str) else str(getattr(chosen, "__name__", chosen))
