@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0 within the tolerance, 1 beyond it, 2 if it could not be run.
     """
     given = _parse(arguments)
+    # a whole model's tensors lie in a temporary folder, which an exception removes and a plain SIGTERM would leave
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         report = run_parity(
             strategy=given.strategy,
@@ -48,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, RankError) as error:
         print(f"lightning-rlhf parity: {error}", file=sys.stderr)
         return REFUSED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if given.json:
         print(json.dumps(report.as_json()), flush=True)
     else:
