@@ -1,8 +1,8 @@
 """What every engine must do: checks that any engine class can be run through.
 
-Each check of ``CHECKS`` is called with a ``Subject`` and an empty folder that the ranks share, on every rank of the engine's
-process group at once (or in one process without a group), and fails by an assertion. The numbers that it expects come from a plain
-transformers model that sees one sequence at a time. To try an engine of your own::
+Each check of ``CHECKS`` is called with a ``Subject`` and an empty folder that the ranks share, on every rank of the
+engine's process group at once (or in one process without a group), and fails by an assertion. The numbers that it
+expects come from a plain transformers model that sees one sequence at a time. To try an engine of your own::
 
     @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
     def test_contract(check: Check, tmp_path: Path) -> None:
