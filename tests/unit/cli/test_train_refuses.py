@@ -65,7 +65,10 @@ CASES = {
     "missing": (["model=tiny"], "model.path: no value given (???). Set model.path=..."),
     "option": (
         ["algorithm=grop"],
-        "algorithm=grop: unknown; did you mean algorithm=grpo? Known: cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce_plus_plus, rloo.",
+        (
+            "algorithm=grop: unknown; did you mean algorithm=grpo? "
+            "Known: cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce_plus_plus, rloo."
+        ),
     ),
     "g02 1": (
         ["data.prompts_per_step=4", "rollout.num_rollouts=2", "trainer.devices=3"],
