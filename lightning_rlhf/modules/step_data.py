@@ -100,11 +100,11 @@ def row_facts(rollouts: Rollouts, rewards: Tensor, *, mask_truncated: bool, rank
     and ``mask_truncated``: such a row counts in no denominator, and a skipped or aborted one in no mean reward.
     """
     facts = []
-    for row in range(rollouts.num_sequences):
-        reward = float(rewards[row])
+    # read once: each of these properties goes over every token
+    lengths, response_lengths = rollouts.lengths.tolist(), rollouts.response_lengths.tolist()
+    for row, reward in enumerate(rewards.tolist()):
         truncated = rollouts.finish_reasons[row] == "length"
         skipped = rollouts.finish_reasons[row] in ("skipped", "abort")
-        num_response_tokens = int(rollouts.response_lengths[row])
         known = math.isfinite(reward) and not skipped
         trains = known and not (truncated and mask_truncated)
         facts.append(
@@ -112,9 +112,9 @@ def row_facts(rollouts: Rollouts, rewards: Tensor, *, mask_truncated: bool, rank
                 uid=rollouts.uids[row],
                 sample_index=rollouts.sample_indices[row],
                 reward=reward if known else None,
-                length=int(rollouts.lengths[row]),
-                num_response_tokens=num_response_tokens,
-                num_loss_tokens=num_response_tokens if trains else 0,
+                length=lengths[row],
+                num_response_tokens=response_lengths[row],
+                num_loss_tokens=response_lengths[row] if trains else 0,
                 truncated=truncated,
                 skipped=skipped,
                 rank=rank,
