@@ -82,7 +82,7 @@ class RLCheckpoint(ModelCheckpoint):
         found = [(int(match[1]), path) for path in directory.glob("*.ckpt") if (match := _NAME.match(path.name))]
         # one file of a plain strategy is a zip archive, whose directory is written last
         whole = [(n, path) for n, path in found if (is_complete(path) if path.is_dir() else is_zipfile(path))]
-        passed_over = sorted(path.name for item in found if item not in whole for path in item[1:])
+        passed_over = sorted({path.name for _, path in found} - {path.name for _, path in whole})
         if passed_over:
             rank_zero_warn(
                 f"{directory} holds checkpoints that are not whole: {', '.join(passed_over)}; they are ignored."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from typing_extensions import override
 
 from lightning_rlhf.callbacks.on_policy import as_on_policy
@@ -83,7 +84,7 @@ class WeightSync(RLCallback):
             self._keep(module, receipt)
 
     def _build_manager(self, module: OnPolicyModule, rollout: RolloutEngine) -> CheckpointEngineManager:
-        bf16 = module.trainer.precision == "bf16-mixed"
+        bf16 = module.actor.config.compute_dtype is torch.bfloat16
         tolerance = PROBE_TOLERANCE_BF16 if bf16 else PROBE_TOLERANCE_FP32
         return CheckpointEngineManager(
             engine=module.actor,

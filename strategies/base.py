@@ -32,13 +32,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineRegistry
+from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineRegistry, compute_dtype_of
 from lightning_rlhf.strategies import checkpoints
 from lightning_rlhf.strategies.processes import die_with_parent
 
 T = TypeVar("T")
-
-_COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
 
 
 class EnginePrecision(Precision):
@@ -97,7 +95,7 @@ class RLStrategy(ParallelStrategy):
 
     def create_engine(self, model_type: str, config: EngineConfig) -> BaseEngine:
         """Builds and initializes an engine on this back end, in the Trainer's precision. Collective."""
-        config = dataclasses.replace(config, compute_dtype=_COMPUTE_DTYPES[str(self.precision_plugin.precision)])
+        config = dataclasses.replace(config, compute_dtype=self._compute_dtype)
         engine = EngineRegistry.new(
             model_type, self.backend, config, device=self.root_device, **self.engine_arguments()
         )
@@ -114,7 +112,7 @@ class RLStrategy(ParallelStrategy):
         facts = {
             "back end": (engine.backend, self.backend),
             "data-parallel size": (engine.data_parallel_size, self.distributed_sampler_kwargs["num_replicas"]),
-            "compute dtype": (engine.config.compute_dtype, _COMPUTE_DTYPES[str(self.precision_plugin.precision)]),
+            "compute dtype": (engine.config.compute_dtype, self._compute_dtype),
         }
         for name, (has, wanted) in facts.items():
             if has != wanted:
@@ -149,13 +147,12 @@ class RLStrategy(ParallelStrategy):
         if plugin is None:  # Lightning takes a plugin that is there before the Trainer's for the user's own choice
             self._precision_plugin = None
             return
-        name = str(plugin.precision)
-        if name not in _COMPUTE_DTYPES:
-            raise ValueError(
-                f"Trainer(precision={name!r}) does not work with {type(self).__name__}; choose "
-                f"{' or '.join(map(repr, _COMPUTE_DTYPES))}. Parameters and optimizer state stay fp32 in both."
-            )
-        self._precision_plugin = EnginePrecision(name)
+        compute_dtype_of(plugin.precision, strategy=type(self).__name__)  # refuses what it does not know
+        self._precision_plugin = EnginePrecision(str(plugin.precision))
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return compute_dtype_of(self.precision_plugin.precision, strategy=type(self).__name__)
 
     # --- processes ----------------------------------------------------------------------------------------------
 

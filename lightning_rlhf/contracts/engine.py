@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,6 +25,27 @@ LRScheduleFactory: TypeAlias = Callable[[Optimizer], LRScheduler]
 LossFunction: TypeAlias = Callable[[ModelOutputs, Experience], LossOutput]
 
 ENTRY_POINT_GROUP = "lightning_rlhf.engines"
+
+COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
+"""By ``Trainer(precision=)``, the dtype of an engine's forward and backward."""
+
+
+def compute_dtype_of(precision: object, *, strategy: str) -> torch.dtype:
+    """The dtype that an engine computes in under a Trainer's precision.
+
+    Args:
+        precision: ``trainer.precision``, or a precision plugin's.
+        strategy: the strategy's name, for the message.
+
+    Raises:
+        ValueError: for a precision that would change what the optimizer updates.
+    """
+    if precision not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"Trainer(precision={precision!r}) does not work with {strategy}; choose "
+            f"{' or '.join(map(repr, COMPUTE_DTYPES))}. Parameters and optimizer state stay fp32 in both."
+        )
+    return COMPUTE_DTYPES[str(precision)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +244,8 @@ class BaseEngine(ABC):
             raise RuntimeError(
                 f"The {self.config.role} engine has no optimizer, so it cannot train. Pass optimizer= to its module."
             )
-        with self.train_mode() if torch.is_grad_enabled() else nullcontext():
+        self.last_step = None  # else a step that is not taken would look like the one before
+        with self.train_mode():
             self.zero_grad()
             partial = self.forward_backward_batch(data, loss_function)
             lr = float(self.optimizer.param_groups[0]["lr"])

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from lightning_rlhf.contracts.engine import (
     EngineHost,
     EngineRegistry,
     OptimizerStepResult,
+    compute_dtype_of,
 )
 from lightning_rlhf.engines.optimizer import EngineOptimizer
 from lightning_rlhf.types import Role
@@ -72,12 +72,7 @@ class EngineOwner(pl.LightningModule):
                 f"Trainer(strategy={type(strategy).__name__}) has {self.trainer.world_size} processes; on several "
                 f"processes use strategy='fsdp2_rl', which keeps losses and gradients exact over ranks."
             )
-        if self.trainer.precision not in ("32-true", "bf16-mixed"):
-            raise ValueError(
-                f"Trainer(precision={self.trainer.precision!r}) does not work here; choose '32-true' or 'bf16-mixed'. "
-                f"Parameters and optimizer state stay fp32 in both."
-            )
-        compute_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else torch.float32
+        compute_dtype = compute_dtype_of(self.trainer.precision, strategy=type(strategy).__name__)
         engine = EngineRegistry.new(
             model_type,
             "torch",

@@ -23,11 +23,10 @@ TENSORS_READ_BACK = 8
 
 @dataclass
 class SentSamples:
-    """A few elements of every tensor that passed by, and whether any differs from the push before.
+    """A few elements of every tensor that passed by.
 
     Attributes:
         samples: by name, up to ``SAMPLED_ELEMENTS`` evenly spaced elements, on the host.
-        changed: names whose samples differ from the last push.
     """
 
     samples: dict[str, Tensor] = field(default_factory=dict)
@@ -35,12 +34,12 @@ class SentSamples:
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Passes the stream through and keeps samples of it."""
         for name, tensor in named_tensors:
-            self.samples[name] = sample_elements(tensor).clone()
+            self.samples[name] = sample_elements(tensor)
             yield name, tensor
 
 
 def sample_elements(tensor: Tensor) -> Tensor:
-    """Up to ``SAMPLED_ELEMENTS`` elements at fixed, evenly spaced places, on the host."""
+    """A copy of up to ``SAMPLED_ELEMENTS`` elements at fixed, evenly spaced places, on the host."""
     flat = tensor.detach().reshape(-1)
     count = min(SAMPLED_ELEMENTS, flat.numel())
     places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).round().long()
