@@ -6,17 +6,20 @@ A reward is any callable ``reward(prompts, responses, metadata)`` that gives one
 from __future__ import annotations
 
 from lightning_rlhf.rewards.extract import Extraction, extract_answer
-from lightning_rlhf.rewards.function import RewardFunction, Scores, WeightedRewards, reward_name, score
+from lightning_rlhf.rewards.function import RewardFunction, WeightedRewards, reward_name, score
 from lightning_rlhf.rewards.length import soft_overlong_penalty
 from lightning_rlhf.rewards.math import gsm8k_reward
 from lightning_rlhf.rewards.reasoning_gym import ReasoningGymReward
+from lightning_rlhf.rewards.scores import Failure, Scores, component_metrics
 
 __all__ = [
     "Extraction",
+    "Failure",
     "ReasoningGymReward",
     "RewardFunction",
     "Scores",
     "WeightedRewards",
+    "component_metrics",
     "extract_answer",
     "gsm8k_reward",
     "reward_name",

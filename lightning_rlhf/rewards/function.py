@@ -8,73 +8,76 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-RewardFunction: TypeAlias = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float | None] | Tensor]
-"""``reward(prompts, responses, metadata)`` gives one number per response; None or NaN where it has no verdict."""
+from lightning_rlhf.rewards.scores import Failure, Scores
+
+RewardFunction: TypeAlias = Callable[
+    [list[str], list[str], list[dict[str, Any]]], Sequence[float | Failure | None] | Tensor
+]
+"""``reward(prompts, responses, metadata)`` gives one number per response; None, NaN or a ``Failure`` where it has no
+verdict."""
 
 MAX_ERRORS = 5
 """How many failed rows are described; all are counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """What ``score`` gives.
-
-    Attributes:
-        rewards: ``[B]`` fp32, NaN where the reward failed.
-        num_failed: number of NaN rows.
-        errors: the first failures, each with its row, the reward's name and the reason.
-        components: by name, ``[B]`` fp32, unweighted: one entry for a single reward, one each for weighted ones.
-    """
-
-    rewards: Tensor
-    num_failed: int
-    errors: list[str]
-    components: dict[str, Tensor]
-
-
 class WeightedRewards:
     """Several rewards as one: the weighted sum of what each gives.
 
-    A row on which any component fails has failed, for a sum without it would mean something else. A component of
-    weight 0 is reported and neither adds to the reward nor fails a row.
+    They are called side by side, each in a thread of its own, so that the slowest sets the time. A row on which any
+    component fails has failed, for a sum without it would mean something else. A component of weight 0 is reported and
+    neither adds to the reward nor fails a row.
 
     Args:
         rewards: pairs of a reward and its weight.
+        concurrent: False calls one after the other, for rewards that share what no lock guards.
 
     Raises:
         ValueError: if there is no pair, or a weight is not finite.
     """
 
-    def __init__(self, rewards: Sequence[tuple[RewardFunction, float]]) -> None:
+    def __init__(self, rewards: Sequence[tuple[RewardFunction, float]], *, concurrent: bool = True) -> None:
         if not rewards:
             raise ValueError("WeightedRewards needs at least one (reward, weight) pair, got none.")
         self.rewards = [(reward, float(weight)) for reward, weight in rewards]
         self.names = _unique([reward_name(reward) for reward, _ in self.rewards])
+        self.concurrent = concurrent
         for name, (_, weight) in zip(self.names, self.rewards, strict=True):
             if not math.isfinite(weight):
                 raise ValueError(f"The weight of {name} must be finite, got {weight}.")
 
     def score(self, prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> Scores:
         """Scores every component by itself, so that one failure leaves the others' values known."""
+        parts = self._parts(prompts, responses, metadata)
         total = torch.zeros(len(responses), dtype=torch.float64)
-        components: dict[str, Tensor] = {}
-        errors: list[str] = []
-        for name, (reward, weight) in zip(self.names, self.rewards, strict=True):
-            part = _score_one(reward, name, prompts, responses, metadata)
-            components[name] = part.rewards
-            errors += part.errors
+        for name, (_, weight) in zip(self.names, self.rewards, strict=True):
             if weight != 0.0:
-                total = total + weight * part.rewards.double()
+                total = total + weight * parts[name].rewards.double()
         rewards = _finite_or_nan(total)
         return Scores(
-            rewards=rewards, num_failed=int(rewards.isnan().sum()), errors=errors[:MAX_ERRORS], components=components
+            rewards=rewards,
+            num_failed=int(rewards.isnan().sum()),
+            errors=[error for part in parts.values() for error in part.errors][:MAX_ERRORS],
+            components={name: part.rewards for name, part in parts.items()},
+            weights={name: weight for name, (_, weight) in zip(self.names, self.rewards, strict=True)},
+            failures={name: part.num_failed for name, part in parts.items()},
         )
+
+    def _parts(self, prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> dict[str, Scores]:
+        def part(index: int) -> Scores:
+            # lists of its own: a reward that sorts or changes its arguments must not do so to the others
+            rows = list(prompts), list(responses), list(metadata)
+            return _score_one(self.rewards[index][0], self.names[index], *rows)
+
+        if not self.concurrent or len(self.rewards) == 1:
+            return {name: part(index) for index, name in enumerate(self.names)}
+        with ThreadPoolExecutor(len(self.rewards), thread_name_prefix="reward") as pool:
+            return dict(zip(self.names, pool.map(part, range(len(self.names))), strict=True))
 
     def __call__(self, prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         """The weighted sums, NaN where a component failed."""
@@ -132,7 +135,14 @@ def _score_one(
     for row in rewards.isnan().nonzero().flatten().tolist():
         failures.setdefault(row, f"gave {values[row]}, not a finite fp32 number")
     errors = [f"row {row}, {name}: {failures[row]}" for row in sorted(failures)]
-    return Scores(rewards=rewards, num_failed=len(failures), errors=errors[:MAX_ERRORS], components={name: rewards})
+    return Scores(
+        rewards=rewards,
+        num_failed=len(failures),
+        errors=errors[:MAX_ERRORS],
+        components={name: rewards},
+        weights={name: 1.0},
+        failures={name: len(failures)},
+    )
 
 
 def _call_row(
@@ -162,8 +172,8 @@ def _check_length(name: str, given: int, expected: int) -> None:
 
 
 def _as_number(value: Any, row: int, failures: dict[int, str]) -> float:
-    if value is None:
-        failures[row] = "gave None"
+    if value is None or isinstance(value, Failure):
+        failures[row] = "gave None" if value is None else value.reason
         return math.nan
     if isinstance(value, str):
         failures[row] = f"gave a string, {value[:40]!r}, not a number"

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_rlhf.rewards import Scores, WeightedRewards, reward_name, score
+from lightning_rlhf.metrics import compute_metrics, merge_metrics
+from lightning_rlhf.rewards import Failure, Scores, WeightedRewards, component_metrics, reward_name, score
 from lightning_rlhf.rewards.function import MAX_ERRORS
 
 
@@ -184,3 +186,51 @@ def test_names_of_callables() -> None:
 def test_weighted_rewards_refuse(rewards: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WeightedRewards(rewards)
+
+
+def test_the_components_stand_in_a_matrix_with_weights_and_failures_by_name() -> None:
+    scores = run(WeightedRewards([(length_reward, 0.5), (raises_on_bad, -2.0), (exact, 0.0)]), ["bad", "ok"])
+    assert scores.component_names == ["length_reward", "raises_on_bad", "exact"]
+    assert scores.component_matrix.shape == (2, 3)
+    assert scores.component_matrix.dtype == torch.float32
+    assert scores.component_matrix[1].tolist() == [2.0, 1.0, 1.0]
+    assert scores.component_matrix[0].isnan().tolist() == [False, True, False]
+    assert scores.weights == {"length_reward": 0.5, "raises_on_bad": -2.0, "exact": 0.0}
+    assert scores.failures == {"length_reward": 0, "raises_on_bad": 1, "exact": 0}
+    single = run(length_reward, ["a", "bb"])
+    assert single.component_matrix.tolist() == [[1.0], [2.0]]
+
+
+def test_a_failure_says_its_own_reason() -> None:
+    scores = run(lambda p, r, m: [1.0, Failure("the judge was out"), 0.0], ["a", "b", "c"])
+    assert scores.rewards.isnan().tolist() == [False, True, False]
+    assert scores.errors == ["row 1, <lambda>: the judge was out"]
+
+
+def test_component_metrics_are_means_over_rows_that_have_one_and_name_what_failed() -> None:
+    """H01: the failed row is in no mean; two ranks' parts join to what one process gives."""
+    nan = math.nan
+    whole = component_metrics({"a": torch.tensor([1.0, nan, 0.0, 1.0]), "b": torch.tensor([nan] * 4)})
+    assert compute_metrics(whole) == {"reward/a": pytest.approx(2 / 3), "reward/a/failed": 1.0, "reward/b/failed": 4.0}
+    parts = [
+        component_metrics({"a": torch.tensor(own), "b": torch.tensor([nan] * len(own))})
+        for own in ([1.0, nan, 0.0], [1.0])
+    ]
+    assert compute_metrics(merge_metrics(parts)) == compute_metrics(whole)
+
+
+def test_weighted_rewards_run_side_by_side() -> None:
+    barrier = threading.Barrier(2, timeout=20)
+
+    def one(prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+        barrier.wait()  # broken, and the row failed, if the other is not called meanwhile
+        prompts.clear()  # its own list
+        return [1.0]
+
+    def other(prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+        barrier.wait()
+        return [2.0]
+
+    scores = run(WeightedRewards([(one, 1.0), (other, 1.0)]), ["a"])
+    assert scores.rewards.tolist() == [3.0]
+    assert list(scores.components) == ["one", "other"]
