@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.report import RunReport
     from lightning_rlhf.callbacks.rollout import HFRollout, RolloutCallback, VLLMRollout
     from lightning_rlhf.callbacks.samples import SampleTable
+    from lightning_rlhf.callbacks.rollout_dump import RolloutDump
     from lightning_rlhf.callbacks.throughput import Throughput
     from lightning_rlhf.callbacks.weight_sync import WeightSync
 
@@ -29,6 +30,7 @@ _PUBLIC = {
     "RolloutCallback": "rollout",
     "RunReport": "report",
     "SampleTable": "samples",
+    "RolloutDump": "rollout_dump",
     "Throughput": "throughput",
     "VLLMRollout": "rollout",
     "WeightSync": "weight_sync",
@@ -43,6 +45,7 @@ __all__ = [
     "RunReport",
     "SampleTable",
     "Throughput",
+    "RolloutDump",
     "VLLMRollout",
     "WeightSync",
 ]

@@ -23,7 +23,7 @@ _TENSORS = {
     "token_versions": torch.int64,
     "rewards": torch.float32,
 }
-_LISTS = ("uids", "sample_indices", "finish_reasons", "responses")
+_LISTS = ("uids", "sample_indices", "finish_reasons", "responses", "reward_components")
 
 
 def generate_in_shares(

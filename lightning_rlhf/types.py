@@ -223,6 +223,7 @@ class Rollouts(FlatBatch):
         metadata: per sequence, the data source's facts.
         temperature: sampling temperature, at which all log-probs are meant.
         rewards: ``[B]`` fp32, None before scoring; NaN marks a row whose reward failed.
+        reward_components: per sequence, what each of several rewards gave, unweighted; None if there is one alone.
     """
 
     response_mask: Tensor = _per_token()
@@ -236,6 +237,7 @@ class Rollouts(FlatBatch):
     metadata: list[dict[str, Any]] = _per_sequence_list()
     temperature: float = 1.0
     rewards: Tensor | None = _per_sequence(default=None)
+    reward_components: list[dict[str, float]] | None = _per_sequence_list(default=None)
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[RolloutSequence], *, temperature: float = 1.0) -> Rollouts:

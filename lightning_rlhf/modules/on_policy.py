@@ -65,6 +65,10 @@ class OnPolicyModule(EngineOwner):
         mask_truncated: leave responses that hit the length limit out of the loss and its denominators.
         max_rl_steps: RL steps after which training ends; None leaves it to the Trainer.
         seed: draws the mini-batches.
+
+    Attributes:
+        last_metrics: of the last RL step, by name.
+        step_data: what the last RL step trained on, until callbacks' ``on_train_batch_end`` have seen it.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class OnPolicyModule(EngineOwner):
         self.max_rl_steps = max_rl_steps
         self.seed = seed
         self.last_metrics: dict[str, float] = {}
+        self.step_data: StepData | None = None
         self._tokenizer = tokenizer
         self._reference: BaseEngine | None = None
         self._timings: dict[str, float] = {}
@@ -170,7 +175,7 @@ class OnPolicyModule(EngineOwner):
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         rollouts = self._rollouts_of(batch)
         rewards = self.score(rollouts)
-        step_data = self.make_experience(rollouts, rewards)
+        step_data = self.step_data = self.make_experience(rollouts, rewards)
         update_metrics = self.update(step_data)
         self.finish_step(rollout_metrics(step_data.plan), update_metrics)
 
@@ -185,6 +190,10 @@ class OnPolicyModule(EngineOwner):
             for message in scores.errors:
                 rank_zero_warn(f"A reward failed and its row does not train: {message}")
             rollouts.rewards = scores.rewards
+            if len(scores.components) > 1:
+                named = {name: values.tolist() for name, values in scores.components.items()}
+                rows = range(len(rollouts))
+                rollouts.reward_components = [{name: named[name][row] for name in named} for row in rows]
         return rollouts.rewards
 
     def make_experience(self, rollouts: Rollouts, rewards: Tensor) -> StepData:
@@ -344,6 +353,10 @@ class OnPolicyModule(EngineOwner):
         return None
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
+        self.step_data = None  # callbacks have seen it; the next rollout may need the memory
+
         """Adds a callback's metrics to those of the RL step under way; a later value of a name replaces an earlier."""
         self._noted.update(metrics)
 

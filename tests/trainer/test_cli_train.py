@@ -113,7 +113,7 @@ def test_grpo_trains_and_goes_on_from_its_last_checkpoint(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     run = tmp_path / "outputs" / "grpo-tiny-1n1r-auto"
     assert {path.name for path in run.iterdir()} == {
-        "checkpoints", "config.yaml", "csv", "hf", "reward.csv", "reward_curve.png",
+        "checkpoints", "config.yaml", "csv", "hf", "reward.csv", "reward_curve.png", "rollouts",
     }  # fmt: skip
     assert rewards(run) == [1, 2]
     assert "4 prompts x 4 rollouts = 16 rollouts, 2 optimizer steps of 8" in done.stdout
