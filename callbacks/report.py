@@ -13,11 +13,9 @@ import rich
 from rich.console import Console
 from typing_extensions import override
 
+from lightning_rlhf.callbacks.curves import WINDOW, draw_curve, finish_axes, new_figure, save_figure
 from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.types import PromptBatch
-
-WINDOW = 5
-"""Steps at the start and at the end that the last line compares."""
 
 
 class RunReport(pl.Callback):
@@ -107,20 +105,9 @@ def write_reward_csv(path: Path, history: dict[int, tuple[float, float]]) -> Non
 
 def plot_reward_curve(path: Path, history: dict[int, tuple[float, float]]) -> None:
     """Mean reward of each step, and its running mean over the last ``WINDOW`` steps, as a PNG."""
-    # Figure without pyplot: no global state, and no display is looked for
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    steps = sorted(history)
-    means = [history[step][0] for step in steps]
-    running = [statistics.fmean(means[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(means))]
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 4)
     axes = figure.add_subplot()
-    axes.plot(steps, means, color="tab:blue", alpha=0.35, marker=".", label="each step")
-    axes.plot(steps, running, color="tab:blue", linewidth=2, label=f"mean of the last {WINDOW} steps")
-    axes.set_xlabel("RL step")
-    axes.set_ylabel("mean reward")
-    axes.grid(alpha=0.3)
+    draw_curve(axes, {step: mean for step, (mean, _) in history.items()}, color="tab:blue")
+    finish_axes(axes, ylabel="mean reward")
     axes.legend(loc="best", frameon=False)
-    figure.savefig(path)
+    save_figure(figure, path)

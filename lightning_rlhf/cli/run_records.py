@@ -1,0 +1,121 @@
+"""What a run has left in its folder, read back: metrics by RL step, and rollouts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.callbacks.rollout_dump import FOLDER
+
+_DUMP = re.compile(r"rl_step=(\d+)\.jsonl$")
+_VERSION = re.compile(r"version_(\d+)$")
+
+History = dict[str, dict[int, float]]
+"""Metric to RL step to value."""
+
+
+class RecordError(ValueError):
+    """A run's folder lacks what was asked of it; the message says what was found and what to do."""
+
+
+def read_history(run: Path) -> History:
+    """Every metric of a run, by RL step.
+
+    They come from the CSV logger's ``metrics.csv``; of a run that was resumed, what was logged last for a step counts.
+    Steps that a killed run had done and a resumed one did again are thus those of the resumed one.
+
+    Args:
+        run: the run's folder, one that a CSVLogger wrote, or a ``metrics.csv``.
+
+    Raises:
+        RecordError: if there is none, or it holds no RL step.
+    """
+    files = _metric_files(run)
+    if not files:
+        raise RecordError(
+            f"{run} holds no metrics.csv. Name a run's folder, such as outputs/NAME, of a run with a CSV logger "
+            f"(logger=csv, as by default)."
+        )
+    history: History = {}
+    for file in files:
+        for name, values in _read_file(file).items():
+            history.setdefault(name, {}).update(values)
+    if not history:
+        raise RecordError(f"{run}: {', '.join(map(str, files))} hold(s) no RL step yet.")
+    return history
+
+
+def _metric_files(run: Path) -> list[Path]:
+    """In the order in which they were written."""
+    if run.is_file():
+        return [run] if run.name == "metrics.csv" else []
+    if (run / "metrics.csv").is_file():
+        return [run / "metrics.csv"]
+    # by the versions' numbers: copying a folder changes its times
+    found = [(int(match[1]), file) for file in run.glob("*/version_*/metrics.csv") if (match := _version(file))]
+    return [file for _, file in sorted(found)]
+
+
+def _version(file: Path) -> re.Match[str] | None:
+    return _VERSION.match(file.parent.name)
+
+
+def _read_file(file: Path) -> History:
+    history: History = {}
+    with file.open(newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            # `step` is what the logger was called with: the RL step. A line that a kill cut short has none.
+            step = row.get("step")
+            if not step or not step.isdigit():
+                continue
+            for name, text in row.items():
+                if name not in ("step", "epoch", "rl_step", None) and text:
+                    history.setdefault(name, {})[int(step)] = float(text)
+    return history
+
+
+def dumped_steps(run: Path) -> dict[int, Path]:
+    """The files of ``RolloutDump``, by RL step.
+
+    Args:
+        run: the run's folder, or the folder of the files.
+
+    Raises:
+        RecordError: if there are none.
+    """
+    for folder in (run / FOLDER, run):
+        found = {int(match[1]): path for path in folder.glob("*.jsonl") if (match := _DUMP.match(path.name))}
+        if found:
+            return dict(sorted(found.items()))
+    raise RecordError(
+        f"{run} holds no dumped rollouts ({FOLDER}/rl_step=*.jsonl). Name a run's folder; RolloutDump writes them, "
+        f"unless the run said callbacks.rollout_dump=null."
+    )
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The rows of one file.
+
+    Raises:
+        RecordError: if a line is no JSON object.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RecordError(f"{path}, line {number}: not JSON ({error}). The file was changed or cut.") from error
+        if not isinstance(row, Mapping) or "reward" not in row:
+            raise RecordError(f"{path}, line {number}: not a rollout as RolloutDump writes it.")
+        rows.append(dict(row))
+    return rows
+
+
+def reward_of(row: Mapping[str, Any]) -> float:
+    """A row's reward; NaN where it failed."""
+    return math.nan if row["reward"] is None else float(row["reward"])
