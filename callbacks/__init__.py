@@ -13,39 +13,42 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks.checkpoint import RLCheckpoint
+    from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling
     from lightning_rlhf.callbacks.export import HFExport
     from lightning_rlhf.callbacks.progress import RLProgressBar
     from lightning_rlhf.callbacks.report import RunReport
     from lightning_rlhf.callbacks.rollout import HFRollout, RolloutCallback, VLLMRollout
-    from lightning_rlhf.callbacks.samples import SampleTable
     from lightning_rlhf.callbacks.rollout_dump import RolloutDump
+    from lightning_rlhf.callbacks.samples import SampleTable
     from lightning_rlhf.callbacks.throughput import Throughput
     from lightning_rlhf.callbacks.weight_sync import WeightSync
 
 _PUBLIC = {
+    "DynamicSampling": "dynamic_sampling",
     "HFExport": "export",
     "HFRollout": "rollout",
     "RLCheckpoint": "checkpoint",
     "RLProgressBar": "progress",
     "RolloutCallback": "rollout",
+    "RolloutDump": "rollout_dump",
     "RunReport": "report",
     "SampleTable": "samples",
-    "RolloutDump": "rollout_dump",
     "Throughput": "throughput",
     "VLLMRollout": "rollout",
     "WeightSync": "weight_sync",
 }
 
 __all__ = [
+    "DynamicSampling",
     "HFExport",
     "HFRollout",
     "RLCheckpoint",
     "RLProgressBar",
     "RolloutCallback",
+    "RolloutDump",
     "RunReport",
     "SampleTable",
     "Throughput",
-    "RolloutDump",
     "VLLMRollout",
     "WeightSync",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_rlhf.batching.checks import check_batch_sizes
+from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step
 from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.callbacks.shared_rollout import generate_in_shares
 from lightning_rlhf.callbacks.weight_sync import WeightSync
@@ -39,6 +40,7 @@ class RolloutCallback(RLCallback):
         seed: base seed; every request's own seed is derived from it.
         max_model_len: limit on prompt and response together, in tokens.
         weight_sync: False samples from the starting weights throughout; True asks for a ``WeightSync`` callback.
+        dynamic_sampling: leaves groups of equal rewards out of a training step and refills it; None takes every group.
     """
 
     def __init__(
@@ -55,11 +57,16 @@ class RolloutCallback(RLCallback):
         seed: int = 0,
         max_model_len: int = 2048,
         weight_sync: bool = True,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         if temperature == 0:
             raise ValueError(
                 "temperature=0 samples the same response again and again, so a group has nothing to compare. Use a "
                 "positive temperature; validation is greedy by itself."
+            )
+        if dynamic_sampling is not None and num_rollouts < 2:
+            raise ValueError(
+                f"dynamic_sampling compares the rewards of a prompt's rollouts, but num_rollouts={num_rollouts}."
             )
         self.sampling = SamplingConfig(
             n=num_rollouts,
@@ -82,6 +89,7 @@ class RolloutCallback(RLCallback):
         )
         self.max_model_len = max_model_len
         self.weight_sync = weight_sync
+        self.dynamic_sampling = dynamic_sampling
         self.engine: RolloutEngine | None = None
         self._engine_model: str | Path | nn.Module | None = None
         self._model_directory: TemporaryDirectory[str] | None = None
@@ -121,6 +129,11 @@ class RolloutCallback(RLCallback):
                 micro_batch_size=module.actor_config.micro_batch_size,
                 max_tokens_per_micro_batch=module.actor_config.max_tokens_per_micro_batch,
             )
+        elif self.dynamic_sampling is not None:
+            raise TypeError(
+                f"dynamic_sampling draws further prompts from a PromptDataModule, but the Trainer's data module is "
+                f"{type(datamodule).__name__}. Use rl.PromptDataModule, or leave dynamic_sampling out."
+            )
         self._ensure_engine(trainer, module)
 
     @override
@@ -129,7 +142,7 @@ class RolloutCallback(RLCallback):
     ) -> None:
         module = as_on_policy(pl_module, callback=self)
         if not module.finished:
-            self._fill(trainer, module, batch, self.sampling)
+            self._fill(trainer, module, batch, self.sampling, dynamic=self.dynamic_sampling)
 
     @override
     def on_validation_batch_start(
@@ -167,7 +180,15 @@ class RolloutCallback(RLCallback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.shutdown()
 
-    def _fill(self, trainer: pl.Trainer, module: OnPolicyModule, batch: PromptBatch, sampling: SamplingConfig) -> None:
+    def _fill(
+        self,
+        trainer: pl.Trainer,
+        module: OnPolicyModule,
+        batch: PromptBatch,
+        sampling: SamplingConfig,
+        *,
+        dynamic: DynamicSampling | None = None,
+    ) -> None:
         if batch.rollouts is not None:
             raise RuntimeError(
                 "The batch holds rollouts already, of an earlier step: PromptBatch.to() must give a batch without them."
@@ -176,13 +197,49 @@ class RolloutCallback(RLCallback):
         if self._sync is not None:
             self._sync.ensure_fresh(module, engine)
 
-        def generate(prompts: PromptBatch) -> Rollouts:
-            return engine.generate(prompts, sampling, rl_step=module.rl_step)
+        def sample(prompts: PromptBatch) -> Rollouts:
+            return generate_in_shares(
+                prompts,
+                lambda share: engine.generate(share, sampling, rl_step=module.rl_step),
+                module.score,
+                group=module.actor.model_parallel_group,
+                device=module.actor.device,
+            )
 
         with module.timed("rollout"):
-            batch.rollouts = generate_in_shares(
-                batch, generate, module.score, group=module.actor.model_parallel_group, device=module.actor.device
-            )
+            if dynamic is None:
+                batch.rollouts = sample(batch)
+            else:
+                self._fill_with_signal(trainer, module, batch, sample, dynamic)
+
+    def _fill_with_signal(
+        self,
+        trainer: pl.Trainer,
+        module: OnPolicyModule,
+        batch: PromptBatch,
+        sample: Callable[[PromptBatch], Rollouts],
+        settings: DynamicSampling,
+    ) -> None:
+        """Puts scored groups with a signal into the batch, whose prompts become theirs. Collective."""
+
+        def scored(prompts: PromptBatch) -> Rollouts:
+            rollouts = sample(prompts)
+            module.score(rollouts)
+            return rollouts
+
+        step = fill_step(
+            batch,
+            settings=settings,
+            sample=scored,
+            draw=trainer.datamodule.draw,  # type: ignore[attr-defined]
+            group=module.actor.data_parallel_group,
+            num_replicas=module.actor.data_parallel_size,
+            device=module.actor.device,
+        )
+        batch.uids, batch.prompt_token_ids = step.prompts.uids, step.prompts.prompt_token_ids
+        batch.prompts, batch.metadata = step.prompts.prompts, step.prompts.metadata
+        batch.rollouts = step.rollouts
+        module.note_metrics(step.metrics)
 
     def _ensure_engine(self, trainer: pl.Trainer, module: OnPolicyModule) -> RolloutEngine:
         if self.engine is not None and self._engine_model is not module.actor_config.model:
@@ -244,6 +301,7 @@ class VLLMRollout(RolloutCallback):
         seed: int = 0,
         max_model_len: int = 2048,
         weight_sync: bool = True,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         super().__init__(
             num_rollouts=num_rollouts,
@@ -257,6 +315,7 @@ class VLLMRollout(RolloutCallback):
             seed=seed,
             max_model_len=max_model_len,
             weight_sync=weight_sync,
+            dynamic_sampling=dynamic_sampling,
         )
         self.dtype = dtype
         self.max_num_seqs = max_num_seqs

@@ -12,12 +12,13 @@ from lightning_rlhf.strategies.register import register_strategies
 
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks import (
+        DynamicSampling,
         HFExport,
         HFRollout,
         RLCheckpoint,
         RLProgressBar,
-        RunReport,
         RolloutDump,
+        RunReport,
         SampleTable,
         Throughput,
         VLLMRollout,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.strategies import FSDP2RLStrategy, RLStrategy, UlyssesRLStrategy
 
 _PUBLIC = {
+    "DynamicSampling": "lightning_rlhf.callbacks",
     "FSDP2RLStrategy": "lightning_rlhf.strategies",
     "GRPO": "lightning_rlhf.modules",
     "HFExport": "lightning_rlhf.callbacks",
@@ -39,9 +41,9 @@ _PUBLIC = {
     "RLProgressBar": "lightning_rlhf.callbacks",
     "RLStrategy": "lightning_rlhf.strategies",
     "ReasoningGymPrompts": "lightning_rlhf.data",
+    "RolloutDump": "lightning_rlhf.callbacks",
     "RunReport": "lightning_rlhf.callbacks",
     "SampleTable": "lightning_rlhf.callbacks",
-    "RolloutDump": "lightning_rlhf.callbacks",
     "Throughput": "lightning_rlhf.callbacks",
     "UlyssesRLStrategy": "lightning_rlhf.strategies",
     "VLLMRollout": "lightning_rlhf.callbacks",
@@ -51,6 +53,7 @@ _PUBLIC = {
 __all__ = [
     "GRPO",
     "PPO",
+    "DynamicSampling",
     "FSDP2RLStrategy",
     "HFExport",
     "HFRollout",
@@ -60,10 +63,10 @@ __all__ = [
     "RLProgressBar",
     "RLStrategy",
     "ReasoningGymPrompts",
+    "RolloutDump",
     "RunReport",
     "SampleTable",
     "Throughput",
-    "RolloutDump",
     "UlyssesRLStrategy",
     "VLLMRollout",
     "WeightSync",

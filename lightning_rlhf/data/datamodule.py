@@ -18,6 +18,7 @@ from lightning_rlhf.data.encode import EncodedPrompt, LengthReport, Overlong, en
 from lightning_rlhf.data.loader import PromptDataLoader, PromptDataset, collate_prompts
 from lightning_rlhf.data.prompts import PromptSource
 from lightning_rlhf.data.sampler import PromptSampler, check_batch_size
+from lightning_rlhf.types import PromptBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,6 +117,16 @@ class PromptDataModule(pl.LightningDataModule):
             self._restored = None
         _silence_worker_advice()
         return self._train_loader
+
+    def draw(self, count: int) -> PromptBatch:
+        """This rank's share of further training prompts for the step under way, see ``PromptDataLoader.draw``.
+
+        Raises:
+            RuntimeError: if no training step is under way.
+        """
+        if self._train_loader is None:
+            raise RuntimeError("PromptDataModule.draw() adds prompts to a training step, and none is under way.")
+        return self._train_loader.draw(count)
 
     @override
     def val_dataloader(self) -> DataLoader[EncodedPrompt] | list[DataLoader[EncodedPrompt]]:

@@ -49,6 +49,9 @@ class PromptDataLoader(DataLoader[EncodedPrompt]):
     ``state_dict`` counts a step's prompts as consumed once the step is done, so that a checkpoint written in the midst
     of a step makes the resumed run repeat it.
 
+    A step that lacks prompts, because dynamic sampling left some out, takes more by ``draw``; the next step goes on
+    behind them.
+
     Args:
         dataset: the encoded prompts.
         sampler: this rank's share of each step.
@@ -71,18 +74,37 @@ class PromptDataLoader(DataLoader[EncodedPrompt]):
             generator=torch.Generator(),
         )
         self.in_step = in_step
+        self._prompts = dataset
         self._fingerprint = dataset.fingerprint
+        self._in_this_step: set[int] = set()
         self._position = Position()
         self._position_before_step = Position()
 
     def __iter__(self) -> Iterator[PromptBatch]:  # type: ignore[override]
         """One pass from the current position."""
-        # A generator: the position is read at the first batch, by when Lightning has restored it.
-        self.sampler.start = self._position
-        for batch in super().__iter__():
+        # A generator: the position is read at each batch, by when Lightning has restored it and draw() has moved it.
+        for _ in range(len(self)):
             self._position_before_step = self._position
+            indices = self.sampler.step(self._position)
             self._position = self.sampler.after_step(self._position)
-            yield batch
+            self._in_this_step = set(indices)
+            yield self._batch(self.sampler.share(indices))
+
+    def draw(self, count: int) -> PromptBatch:
+        """This rank's share of further prompts for the step whose batch came last; they count as consumed with it.
+
+        Args:
+            count: prompts wanted over all ranks, the same on each.
+
+        Returns:
+            The share, which may be empty; over all ranks fewer than ``count`` once every prompt was in the step.
+        """
+        drawn, self._position = self.sampler.draw(self._position, count, without=self._in_this_step)
+        self._in_this_step.update(drawn)
+        return self._batch(self.sampler.share(drawn))
+
+    def _batch(self, indices: Sequence[int]) -> PromptBatch:
+        return collate_prompts([self._prompts[index] for index in indices])
 
     @property
     def position(self) -> Position:

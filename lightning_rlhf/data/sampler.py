@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +69,17 @@ class PromptSampler(DistributedSampler[Any]):
         self.prompts_per_rank = prompts_per_step // num_replicas
         self.steps_per_epoch = num_prompts // prompts_per_step
         self.start = Position()
+        self._last_order: tuple[int, list[int]] | None = None
 
     def order(self, epoch: int) -> list[int]:
         """The order of all prompts in an epoch, the same on every rank."""
-        if not self.shuffle:
-            return list(range(self.num_prompts))
-        # A seed sequence, not seed + epoch: run (seed 1, epoch 0) must not repeat run (seed 0, epoch 1).
-        return np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts).tolist()  # type: ignore[no-any-return]
+        if self._last_order is None or self._last_order[0] != epoch:
+            order = list(range(self.num_prompts))
+            if self.shuffle:
+                # A seed sequence, not seed + epoch: run (seed 1, epoch 0) must not repeat run (seed 0, epoch 1).
+                order = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts).tolist()
+            self._last_order = (epoch, order)
+        return self._last_order[1]
 
     def normalised(self, position: Position) -> Position:
         """The position of the next whole step: past the epoch's last whole step comes the next epoch."""
@@ -92,15 +96,50 @@ class PromptSampler(DistributedSampler[Any]):
             prompts_consumed=start.prompts_consumed + self.prompts_per_step,
         )
 
+    def share(self, indices: Sequence[int]) -> list[int]:
+        """This rank's contiguous part of prompts that all ranks drew; the parts differ by one prompt at most."""
+        first, last = (len(indices) * rank // self.num_replicas for rank in (self.rank, self.rank + 1))
+        return list(indices[first:last])
+
+    def step(self, position: Position) -> list[int]:
+        """All ranks' prompts of the step that starts at ``position``."""
+        start = self.normalised(position)
+        return self.order(start.epoch)[start.prompts_in_epoch :][: self.prompts_per_step]
+
+    def draw(self, position: Position, count: int, *, without: Container[int]) -> tuple[list[int], Position]:
+        """Further prompts for a step that lacks some, from ``position`` on: what is left of the epoch, then the next.
+
+        Args:
+            position: where the data stands.
+            count: prompts wanted over all ranks.
+            without: indices that are passed over, and count as consumed: a prompt comes once in a step, also where
+                the next epoch's order begins with it.
+
+        Returns:
+            The prompts of all ranks, fewer than ``count`` if an epoch later there are no others; and the position
+            after them.
+        """
+        drawn: list[int] = []
+        passed = 0
+        while len(drawn) < count and passed < self.num_prompts:
+            if position.prompts_in_epoch == self.num_prompts:
+                position = Position(epoch=position.epoch + 1, prompts_consumed=position.prompts_consumed)
+            order = self.order(position.epoch)
+            first = at = position.prompts_in_epoch
+            while at < self.num_prompts and len(drawn) < count and passed < self.num_prompts:
+                if order[at] not in without and order[at] not in drawn:
+                    drawn.append(order[at])
+                at, passed = at + 1, passed + 1
+            position = Position(
+                epoch=position.epoch, prompts_in_epoch=at, prompts_consumed=position.prompts_consumed + at - first
+            )
+        return drawn, position
+
     def __iter__(self) -> Iterator[int]:
         """This rank's prompts of the next ``steps_per_epoch`` steps from ``start``, into the next epoch if need be."""
-        position, order_epoch, order = self.start, -1, list[int]()
+        position = self.start
         for _ in range(self.steps_per_epoch):
-            step = self.normalised(position)
-            if step.epoch != order_epoch:
-                order_epoch, order = step.epoch, self.order(step.epoch)
-            first = step.prompts_in_epoch + self.rank * self.prompts_per_rank
-            yield from order[first : first + self.prompts_per_rank]
+            yield from self.share(self.step(position))
             position = self.after_step(position)
 
     def __len__(self) -> int:

@@ -245,8 +245,9 @@ class OnPolicyModule(EngineOwner):
             rank_zero_warn(
                 f"RL step {self.rl_step}: {untrained} mini-batch(es) had no row with a reward to train on, and no step."
             )
-            nothing = {name: Metric.of(torch.tensor(0.0)) for name in ("loss", "grad_norm")}
-            history.append({**nothing, "skipped_steps": Metric.sum(torch.tensor(float(untrained)))})
+            history.append({"skipped_steps": Metric.sum(torch.tensor(float(untrained)))})
+        if not num_steps:  # a mean over no step; among steps that were taken these zeros would count as losses
+            history.append({name: Metric.of(torch.tensor(0.0)) for name in ("loss", "grad_norm")})
         # a loss names its own metrics bare; one with a slash says itself what it is about
         metrics = compute_metrics(merge_metrics(history))
         return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
@@ -352,11 +353,11 @@ class OnPolicyModule(EngineOwner):
             return -1
         return None
 
-    def note_metrics(self, metrics: Mapping[str, float]) -> None:
     @override
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         self.step_data = None  # callbacks have seen it; the next rollout may need the memory
 
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
         """Adds a callback's metrics to those of the RL step under way; a later value of a name replaces an earlier."""
         self._noted.update(metrics)
 

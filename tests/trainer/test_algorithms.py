@@ -13,6 +13,7 @@ from support.toy import Recorder, digit_reward, parameters_of, toy_data, toy_mod
 from torch import Tensor
 
 from lightning_rlhf.algorithms import losses, registry
+from lightning_rlhf.contracts.engine import BaseEngine
 from lightning_rlhf.types import Rollouts
 
 COMPARED = ("actor/loss", "actor/grad_norm", "actor/ratio_max", "actor/clip_fraction_high", "reward/mean")
@@ -186,3 +187,37 @@ def test_parts_of_ones_own_train(tmp_path: Path, tiny_directory: Path) -> None:
     assert result["metrics"][0]["actor/grad_norm"] == pytest.approx(
         whole["metrics"][0]["actor/grad_norm"] / 2, rel=1e-5
     )
+
+
+def test_a_mini_batch_without_a_reward_is_no_zero_in_the_mean_of_the_others(
+    tmp_path: Path, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen mini-batches of one row, of which four train: the logged loss and norm are the means of four."""
+    steps: list[dict[str, float]] = []
+    train = BaseEngine.train_batch
+
+    def recorded(engine: BaseEngine, *inputs: Any) -> dict[str, float]:
+        steps.append(train(engine, *inputs))
+        return steps[-1]
+
+    monkeypatch.setattr(BaseEngine, "train_batch", recorded)
+
+    def some(prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float | None]:
+        return [float(row) if row < 4 else None for row in range(len(prompts))]
+
+    with pytest.warns(UserWarning, match=r"12 mini-batch\(es\) had no row"):
+        metrics = _fit(tmp_path, tiny_directory, reward=some, mini_batch_size=1, max_rl_steps=1)["metrics"][0]
+    assert len(steps) == 4
+    for name in ("loss", "grad_norm"):
+        assert metrics[f"actor/{name}"] == pytest.approx(sum(step[name] for step in steps) / 4, rel=1e-9)
+    assert metrics["actor/skipped_steps"] == 12.0
+
+
+def test_a04_a_step_in_which_nothing_trains_has_a_loss_of_zero_and_says_so(
+    tmp_path: Path, tiny_directory: Path
+) -> None:
+    with pytest.warns(UserWarning, match="had no row with a reward"):
+        metrics = _fit(tmp_path, tiny_directory, reward=lambda p, r, m: [None] * len(p), max_rl_steps=1)["metrics"][0]
+    assert metrics["actor/loss"] == metrics["actor/grad_norm"] == 0.0
+    assert metrics["rollout/trained_tokens"] == 0.0
+    assert metrics["reward/failed"] == 16.0

@@ -100,3 +100,23 @@ def test_set_epoch_changes_nothing() -> None:
     sampler.set_epoch(3)
     assert list(sampler) == before
     assert len(sampler) == 10
+
+
+def test_a_step_that_lacks_prompts_takes_those_that_come_next() -> None:
+    sampler = PromptSampler(10, prompts_per_step=4, shuffle=False)
+    start = Position(prompts_in_epoch=4, prompts_consumed=4)
+    drawn, after = sampler.draw(start, 3, without={0, 1, 2, 3})
+    assert drawn == [4, 5, 6]
+    assert after == Position(prompts_in_epoch=7, prompts_consumed=7)
+    # what is left of the epoch, then the next, where a prompt that the step has tried is passed over and consumed
+    drawn, after = sampler.draw(after, 5, without={0, 1, 2, 3, 4, 5, 6})
+    assert drawn == [7, 8, 9]
+    assert after == Position(epoch=1, prompts_in_epoch=7, prompts_consumed=17)
+    assert sampler.draw(after, 2, without=set())[0] == [7, 8]
+
+
+def test_drawn_prompts_are_shared_in_order_also_if_they_do_not_divide() -> None:
+    shares = [
+        PromptSampler(12, prompts_per_step=3, num_replicas=3, rank=rank).share([7, 8, 9, 10]) for rank in range(3)
+    ]
+    assert shares == [[7], [8], [9, 10]]
