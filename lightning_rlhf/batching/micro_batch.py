@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_rlhf.batching.balance import balanced_partitions, sequence_costs
+from lightning_rlhf.batching.shared_prompts import SharedPrefix, shared_cost
 
 IntArray = npt.NDArray[np.int64]
 
@@ -19,19 +21,24 @@ def plan_micro_batches(
     max_tokens: int | None = None,
     num_micro_batches: int | None = None,
     hidden_size: int = 2048,
+    shared: Sequence[SharedPrefix] = (),
 ) -> list[list[int]]:
     """Which sequences go into which micro-batch: none above the limit, compute as even as it gets.
 
     Ranks that step through collectives together call it twice: once for their own number of micro-batches, and, if the
     maximum over the ranks is larger, again with that number. The caller puts outputs back in its own order.
 
+    Sequences that share a beginning stay together as far as the limit allows: every micro-batch that has one of them
+    computes the beginning once more.
+
     Args:
         lengths: tokens of each sequence.
         micro_batch_size: most sequences in one micro-batch.
-        max_tokens: most tokens in one micro-batch, a hard limit.
+        max_tokens: most tokens in one micro-batch, a hard limit; a shared beginning counts once in each.
         num_micro_batches: exactly this many; those that no sequence is left for are empty lists. None: as few as
             the limit allows (by tokens: as first-fit-decreasing finds).
         hidden_size: of the model, see ``sequence_costs``.
+        shared: sequences that compute their common beginning once, see ``find_shared_prefixes``.
 
     Returns:
         Lists of sequence indices, each rising, from the costliest micro-batch to the cheapest; every sequence is in
@@ -42,32 +49,89 @@ def plan_micro_batches(
             ``num_micro_batches`` is too small for the limit.
     """
     _check_limits(lengths, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
-    sizes = np.asarray(lengths, dtype=np.int64)
-    if max_tokens is not None:
-        fitted = _first_fit_decreasing(sizes, max_tokens)
-        needed = len(fitted)
+    units = _units(lengths, shared, micro_batch_size=micro_batch_size, max_tokens=max_tokens, hidden_size=hidden_size)
+    costs = np.array([unit.cost for unit in units], dtype=np.float64)
+    # equal counts fill micro-batches of rows evenly; what is kept together has to find room, as tokens have
+    deals = max_tokens is None and not shared
+    limit = max_tokens if micro_batch_size is None else micro_batch_size
+    sizes = np.array([unit.tokens if max_tokens is not None else len(unit.rows) for unit in units], dtype=np.int64)
+    fitted: list[list[int]] = []
+    if limit is None:
+        needed = min(len(units), 1)
+    elif deals:
+        needed = -(-len(units) // limit)
     else:
-        fitted = []
-        needed = -(-len(sizes) // (micro_batch_size or max(len(sizes), 1)))
+        fitted = _first_fit_decreasing(sizes, limit)
+        needed = len(fitted)
     wanted = needed if num_micro_batches is None else num_micro_batches
     if wanted < needed:
         raise ValueError(
-            f"{len(sizes)} sequences of {int(sizes.sum())} tokens need {needed} micro-batches under "
+            f"{len(lengths)} sequences of {sum(lengths)} tokens need {needed} micro-batches under "
             f"micro_batch_size={micro_batch_size}, max_tokens={max_tokens}, but num_micro_batches={num_micro_batches}. "
             f"Give at least the maximum over all ranks."
         )
-    filled = min(wanted, len(sizes))
-    costs = sequence_costs(sizes, hidden_size=hidden_size)
+    filled = min(wanted, len(units))
     if filled == 0:
         parts: list[list[int]] = []
-    elif max_tokens is None:
+    elif limit is None or deals:
         # equal counts: at most ceil(n / filled) <= micro_batch_size sequences each
-        parts = balanced_partitions(costs, filled, equal_counts=micro_batch_size is not None)
+        parts = balanced_partitions(costs, filled, equal_counts=limit is not None)
     else:
-        balanced = _balance_under_limit(sizes, costs, filled, max_tokens)
+        balanced = _balance_under_limit(sizes, costs, filled, limit)
         parts = _split_to_number(fitted, costs, filled) if balanced is None else balanced
     parts.sort(key=lambda part: -float(costs[part].sum()))
-    return parts + [[] for _ in range(wanted - filled)]
+    plan = [sorted(row for index in part for row in units[index].rows) for part in parts]
+    return plan + [[] for _ in range(wanted - filled)]
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Rows that a plan moves together.
+
+    Attributes:
+        rows: which.
+        tokens: that they compute, a shared beginning once.
+        cost: see ``shared_cost``.
+    """
+
+    rows: tuple[int, ...]
+    tokens: int
+    cost: float
+
+
+def _units(
+    lengths: Sequence[int],
+    shared: Sequence[SharedPrefix],
+    *,
+    micro_batch_size: int | None,
+    max_tokens: int | None,
+    hidden_size: int,
+) -> list[_Unit]:
+    """Rows that share a beginning in as few pieces as the limit allows, every other row by itself."""
+    in_prefix = {row for prefix in shared for row in prefix.rows}
+    pieces = [((row,), 0) for row in range(len(lengths)) if row not in in_prefix]
+    for prefix in shared:
+        rows = np.array(prefix.rows)
+        own = np.array([lengths[row] for row in prefix.rows], dtype=np.int64) - prefix.length
+        if max_tokens is not None:
+            room = max_tokens - prefix.length
+            fewest = _first_fit_decreasing(own, room)
+            cut = _balance_under_limit(own, own.astype(np.float64), len(fewest), room) or fewest
+        else:
+            size = micro_batch_size or len(rows)
+            cut = [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
+        pieces += [(tuple(rows[part].tolist()), prefix.length if len(part) > 1 else 0) for part in cut]
+    pieces.sort()
+    costs = sequence_costs(lengths, hidden_size=hidden_size).tolist()
+    beginnings = sequence_costs([length for _, length in pieces], hidden_size=hidden_size).tolist()
+    return [
+        _Unit(
+            rows=rows,
+            tokens=length + sum(lengths[row] - length for row in rows),
+            cost=shared_cost([costs[row] for row in rows], beginning),
+        )
+        for (rows, length), beginning in zip(pieces, beginnings, strict=True)
+    ]
 
 
 def _check_limits(lengths: Sequence[int], *, micro_batch_size: int | None, max_tokens: int | None) -> None:
@@ -104,7 +168,7 @@ def _balance_under_limit(
     room = np.full(num_parts, limit, dtype=np.int64)
     sums = np.zeros(num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for row in np.argsort(-sizes, kind="stable"):
+    for row in np.lexsort((-costs, -sizes)):
         part = int(np.argmin(np.where(room >= sizes[row], sums, np.inf)))
         if room[part] < sizes[row]:
             return None

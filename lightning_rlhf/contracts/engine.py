@@ -64,6 +64,9 @@ class EngineConfig:
         compute_dtype: dtype of the forward and backward; parameters and optimizer stay fp32.
         gradient_checkpointing: recompute each layer's activations in the backward.
         logits_chunk_size: tokens whose logits are held at a time.
+        share_prompts: computes the tokens that rollouts of one prompt begin with once in a micro-batch, instead of
+            once for each. Exact but for rounding, and off by default: it gains where prompts are long beside the
+            responses, and not every back end has it.
 
     Raises:
         ValueError: if both micro-batch limits are given, or a number is not positive.
@@ -79,6 +82,7 @@ class EngineConfig:
     compute_dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
     logits_chunk_size: int = 512
+    share_prompts: bool = False
 
     def __post_init__(self) -> None:
         """Refuses sizes that cannot be meant."""
@@ -117,9 +121,20 @@ class BaseEngine(ABC):
     Args:
         config: how to train.
         device: where this rank computes.
+
+    Raises:
+        ValueError: if the config asks for what the back end cannot do.
     """
 
+    can_share_prompts: ClassVar[bool] = False
+    """Whether the back end computes a prompt once for its rollouts; see ``EngineConfig.share_prompts``."""
+
     def __init__(self, config: EngineConfig, *, device: torch.device) -> None:
+        if config.share_prompts and not self.can_share_prompts:
+            raise ValueError(
+                f"share_prompts=True does not work with {type(self).__name__}, which computes every rollout's prompt "
+                f"by itself. Use the fsdp2 or torch back end, or share_prompts=False."
+            )
         self.config = config
         self.device = device
         self.backend = ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,9 +16,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from lightning_rlhf.batching.micro_batch import plan_micro_batches
+from lightning_rlhf.batching.shared_prompts import SharedPrefix, among, find_shared_prefixes
 from lightning_rlhf.contracts.engine import BaseEngine, LossFunction, OptimizerStepResult
 from lightning_rlhf.engines import checkpoint
 from lightning_rlhf.engines.hf_model import PackedCausalLM, PackedModel, load_causal_lm
+from lightning_rlhf.engines.shared_stream import shared_stream
 from lightning_rlhf.metrics import Metric, merge_metrics
 from lightning_rlhf.types import Experience, ModelOutputs
 
@@ -31,6 +34,8 @@ class HFEngine(BaseEngine):
     ``module`` is a ``PackedModel``; the model itself is ``hf_model``. A subclass places parameters on ranks and
     sees to it that ``forward_backward_batch`` leaves gradients summed, not averaged, over data-parallel ranks.
     """
+
+    can_share_prompts = True
 
     @abstractmethod
     def place(self, model: PackedModel) -> None:
@@ -132,25 +137,28 @@ class HFEngine(BaseEngine):
             ValueError: if ``data`` has no ``loss_weights``, or a sequence is longer than a micro-batch may be.
             RuntimeError: if another rank cannot cut its share.
         """
-        plan = self._plan(data, refused=None if data.loss_weights is not None else _NO_LOSS_WEIGHTS)
+        shared = self._shared_prefixes(data)
+        plan = self._plan(data, shared, refused=None if data.loss_weights is not None else _NO_LOSS_WEIGHTS)
         data = data.to(self.device)
         parts: list[dict[str, Metric]] = []
         for index, rows in enumerate(plan):
-            micro_batch = data.select(rows)
+            micro_batch, in_common = data.select(rows), among(shared, rows)
             if forward_only:
                 with torch.no_grad():
-                    loss, metrics = self._loss(micro_batch, loss_function)
+                    loss, metrics = self._loss(micro_batch, in_common, loss_function)
             else:
                 self.set_gradient_sync(index == len(plan) - 1)
-                loss, metrics = self._loss(micro_batch, loss_function)
+                loss, metrics = self._loss(micro_batch, in_common, loss_function)
                 loss.backward()
             parts.append({**metrics, "loss": Metric.sum(loss)})
         if not forward_only:
             self.finish_gradients()
         return merge_metrics(parts)
 
-    def _loss(self, micro_batch: Experience, loss_function: LossFunction) -> tuple[Tensor, dict[str, Metric]]:
-        outputs = self._forward(micro_batch, entropy=True)
+    def _loss(
+        self, micro_batch: Experience, shared: Sequence[SharedPrefix], loss_function: LossFunction
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        outputs = self._forward(micro_batch, shared, entropy=True)
         result = loss_function(outputs, micro_batch)
         if result.terms.shape != micro_batch.tokens.shape:
             raise ValueError(
@@ -180,12 +188,13 @@ class HFEngine(BaseEngine):
             ValueError: if a sequence is longer than a micro-batch may be.
             RuntimeError: if another rank cannot cut its share.
         """
-        plan = self._plan(data)
+        shared = self._shared_prefixes(data)
+        plan = self._plan(data, shared)
         data = data.to(self.device)
         found: dict[str, Tensor] = {}
         with self.eval_mode():
             for rows in plan:
-                outputs = self._forward(data.select(rows), entropy=entropy)
+                outputs = self._forward(data.select(rows), among(shared, rows), entropy=entropy)
                 places = _token_places(data.cu_seqlens, rows)
                 for name in self.packed.output_names:
                     values: Tensor | None = getattr(outputs, name)
@@ -193,14 +202,15 @@ class HFEngine(BaseEngine):
                         found.setdefault(name, torch.zeros(data.num_tokens, device=self.device))[places] = values
         return ModelOutputs(**found)
 
-    def _forward(self, micro_batch: Experience, *, entropy: bool) -> ModelOutputs:
+    def _forward(self, micro_batch: Experience, shared: Sequence[SharedPrefix], *, entropy: bool) -> ModelOutputs:
+        stream = shared_stream(micro_batch.cu_seqlens, shared) if shared else None
         tokens, cu_seqlens, mask = micro_batch.tokens, micro_batch.cu_seqlens, micro_batch.response_mask
         num_tokens = micro_batch.num_tokens
         if num_tokens == 0:  # one token that nobody reads, so that this rank joins the others' collectives
             tokens, mask = tokens.new_zeros(1), mask.new_zeros(1)
             cu_seqlens = torch.tensor([0, 1], device=self.device)
         with self.autocast():
-            scores = self.packed(tokens, cu_seqlens, mask, micro_batch.temperature, entropy)
+            scores = self.packed(tokens, cu_seqlens, mask, micro_batch.temperature, entropy, stream)
         named = zip(self.packed.output_names, scores, strict=True)
         return ModelOutputs(**{name: None if values is None else values[:num_tokens] for name, values in named})
 
@@ -208,19 +218,30 @@ class HFEngine(BaseEngine):
         """Context of a forward; a back end that casts parameters itself leaves it off."""
         return torch.autocast(self.device.type, enabled=False)
 
-    def _plan(self, data: Experience, *, refused: str | None = None) -> list[list[int]]:
+    def _shared_prefixes(self, data: Experience) -> list[SharedPrefix]:
+        """What rows have in common, if it is to be computed once."""
+        if not self.config.share_prompts:
+            return []
+        return find_shared_prefixes(data.tokens.cpu().numpy(), data.cu_seqlens.cpu().numpy(), data.uids)
+
+    def _plan(
+        self, data: Experience, shared: Sequence[SharedPrefix] = (), *, refused: str | None = None
+    ) -> list[list[int]]:
         """Cuts this rank's rows, and agrees with the others on the number of micro-batches. Collective."""
         own: ValueError | None = None if refused is None else ValueError(refused)
         lengths = data.lengths.tolist()
-        limits = {
-            "micro_batch_size": self.config.micro_batch_size,
-            "max_tokens": self.config.max_tokens_per_micro_batch,
-        }
-        hidden_size = self.packed.hidden_size
+        plan = partial(
+            plan_micro_batches,
+            lengths,
+            micro_batch_size=self.config.micro_batch_size,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            hidden_size=self.packed.hidden_size,
+            shared=shared,
+        )
         number = _CANNOT_PLAN
         if own is None:
             try:
-                number = max(len(plan_micro_batches(lengths, **limits, hidden_size=hidden_size)), 1)
+                number = max(len(plan()), 1)
             except ValueError as error:
                 own = error
         if self.data_parallel_size > 1:
@@ -231,7 +252,7 @@ class HFEngine(BaseEngine):
             raise own
         if number == _CANNOT_PLAN:
             raise RuntimeError("Another data-parallel rank cannot cut its share into micro-batches; see its error.")
-        return plan_micro_batches(lengths, **limits, num_micro_batches=number, hidden_size=hidden_size)
+        return plan(num_micro_batches=number)
 
     # --- the step -----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,9 @@ from transformers.utils import logging as hf_logging
 from typing_extensions import override
 
 from lightning_rlhf.algorithms.log_probs import token_log_probs
-from lightning_rlhf.engines.packed_attention import PACKED_ATTENTION, PackedLayout
+from lightning_rlhf.engines.packed_attention import PACKED_ATTENTION
+from lightning_rlhf.engines.packed_layout import PackedLayout
+from lightning_rlhf.engines.shared_stream import SharedStream
 
 
 def load_causal_lm(model: str | Path | nn.Module, *, trained: bool, gradient_checkpointing: bool) -> PreTrainedModel:
@@ -127,7 +129,13 @@ class PackedModel(nn.Module, ABC):
         return [module for module in self.hf_model.modules() if type(module).__name__ in names]
 
     def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor, score_mask: Tensor, temperature: float, entropy: bool
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        score_mask: Tensor,
+        temperature: float,
+        entropy: bool,
+        stream: SharedStream | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Scores the tokens that ``score_mask`` marks.
 
@@ -140,16 +148,20 @@ class PackedModel(nn.Module, ABC):
             score_mask: ``[num_tokens]`` bool, tokens whose scores are read.
             temperature: logits are divided by it.
             entropy: also entropies.
+            stream: which tokens to compute, where sequences share a beginning; None computes all.
 
         Returns:
             ``[num_tokens]`` fp32 for each of ``output_names`` (None for what is not asked), at the token that they
             describe; 0 off the mask and at each sequence's first token, which nothing comes before.
         """
         layout = PackedLayout(cu_seqlens)
-        states = self._states(tokens, layout)
         scored = torch.nonzero(score_mask & (layout.position_ids > 0)).squeeze(-1)
-        # the state at the token before predicts a token
-        scores = self.score(states[scored - 1], tokens[scored], temperature=temperature, entropy=entropy)
+        before = scored - 1  # the state at the token before predicts a token
+        if stream is None:
+            states = self._states(tokens, layout)
+        else:
+            states, before = self._states(tokens[stream.kept], stream.layout), stream.places[before]
+        scores = self.score(states.index_select(0, before), tokens[scored], temperature=temperature, entropy=entropy)
 
         def at_tokens(values: Tensor) -> Tensor:
             return values.new_zeros(len(tokens)).index_copy(0, scored, values)

@@ -1,4 +1,4 @@
-"""Causal attention over sequences that lie back to back, each seeing itself alone.
+"""Causal attention over sequences that lie back to back, each seeing itself and what it follows alone.
 
 Registered with transformers under ``PACKED_ATTENTION``. The name is absent from transformers' mask interface, so no
 attention mask is ever built; where sequences begin comes along as the keyword ``packed_layout``.
@@ -6,7 +6,6 @@ attention mask is ever built; where sequences begin comes along as the keyword `
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -14,86 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from lightning_rlhf.engines.packed_layout import PackedLayout
+
 PACKED_ATTENTION = "lightning_rlhf_packed"
-
-_MAX_PADDING = 1.25
-"""A group may hold this many times its real tokens; attention is a small part of a step, so this costs little."""
-
-
-class PackedLayout:
-    """Where the sequences of one micro-batch lie. Built once per forward, read by every layer.
-
-    A plain object, so that FSDP2 hands it through to the layers untouched.
-
-    Args:
-        cu_seqlens: ``[B+1]`` int64, see ``FlatBatch``.
-    """
-
-    def __init__(self, cu_seqlens: Tensor) -> None:
-        self.cu_seqlens = cu_seqlens
-        self._starts = cu_seqlens.tolist()
-        self.num_tokens: int = self._starts[-1]
-        self.max_length: int = max((b - a for a, b in zip(self._starts, self._starts[1:], strict=False)), default=0)
-
-    @cached_property
-    def cu_seqlens_int32(self) -> Tensor:
-        """``cu_seqlens`` as flash kernels take it."""
-        return self.cu_seqlens.to(torch.int32)
-
-    @cached_property
-    def position_ids(self) -> Tensor:
-        """``[num_tokens]`` int64: each token's index in its own sequence."""
-        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
-        return torch.arange(self.num_tokens, device=self.cu_seqlens.device) - starts
-
-    @cached_property
-    def groups(self) -> list[tuple[int, int, Tensor]]:
-        """Sequences of similar length, padded on the right to one.
-
-        One call for each sequence is slow for many short ones, and one for all wastes compute on padding. Under a
-        causal mask a real token never sees what stands to its right, so padding changes nothing.
-
-        Returns:
-            Per group the number of sequences ``n``, their padded length ``L``, and ``[n * L]`` int64: which token
-            stands at each place; any token at a place of padding.
-        """
-        spans = sorted(
-            ((b - a, a) for a, b in zip(self._starts, self._starts[1:], strict=False) if b > a),
-            key=lambda s: (-s[0], s[1]),
-        )
-        found: list[list[tuple[int, int]]] = []
-        real = 0
-        for length, start in spans:
-            if found and found[-1][0][0] * (len(found[-1]) + 1) <= _MAX_PADDING * (real + length):
-                found[-1].append((length, start))
-                real += length
-            else:
-                found.append([(length, start)])
-                real = length
-        return [self._group(spans) for spans in found]
-
-    def _group(self, spans: list[tuple[int, int]]) -> tuple[int, int, Tensor]:
-        device = self.cu_seqlens.device
-        longest = spans[0][0]
-        lengths = torch.tensor([length for length, _ in spans], device=device)
-        starts = torch.tensor([start for _, start in spans], device=device)
-        offsets = torch.arange(longest, device=device).minimum(lengths[:, None] - 1)
-        return len(spans), longest, (starts[:, None] + offsets).reshape(-1)
-
-    @cached_property
-    def places(self) -> Tensor:
-        """``[num_tokens]`` int64: where each token stands in the groups' padded places, all one after another."""
-        places = torch.empty(self.num_tokens, dtype=torch.int64, device=self.cu_seqlens.device)
-        first = 0
-        for num_sequences, longest, tokens in self.groups:
-            # padding repeats a sequence's last token: written from the last place to the first, its real place stays
-            table = tokens.view(num_sequences, longest)
-            is_real = torch.ones_like(table, dtype=torch.bool)
-            is_real[:, 1:] = table[:, 1:] != table[:, :-1]
-            real = is_real.reshape(-1)
-            places[tokens[real]] = first + torch.arange(len(tokens), device=tokens.device)[real]
-            first += len(tokens)
-        return places
 
 
 def packed_attention(
@@ -113,7 +35,7 @@ def packed_attention(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal self-attention within each sequence, in the form that transformers' AttentionInterface calls.
+    """Causal attention of each sequence to itself and what it follows, in the form that transformers calls.
 
     In half precision on CUDA it is one variable-length flash kernel; elsewhere one SDPA call per group of sequences of
     similar length. Key and value heads are shared by query heads in the kernels, never repeated in memory.
@@ -171,15 +93,19 @@ def _flash(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    index, key_starts, longest = layout.keys
     query, key, value = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+    if index is not None:
+        key, value = key.index_select(0, index), value.index_select(0, index)
+    # with fewer queries than keys the causal rule holds from the bottom right: the last query sees the last key
     attended = varlen_attn(
         query,
         key,
         value,
         layout.cu_seqlens_int32,
-        layout.cu_seqlens_int32,
+        key_starts,
         layout.max_length,
-        layout.max_length,
+        longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=grouped_heads,
@@ -203,26 +129,25 @@ def _grouped_sdpa(
         query, key, value = query.float(), key.float(), value.float()
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [num_tokens, heads, head_dim]
     outputs = []
-    for num_sequences, longest, tokens in layout.groups:
+    for group in layout.groups:
+        keys = group.key_tokens()
         padded = [
-            states[tokens].unflatten(0, (num_sequences, longest)).transpose(1, 2) for states in (query, key, value)
+            states.index_select(0, tokens).unflatten(0, (group.num_sequences, -1)).transpose(1, 2)
+            for states, tokens in ((query, group.tokens), (key, keys), (value, keys))
         ]
-        band = None
-        if sliding_window is not None and longest > sliding_window:
-            ones = torch.ones(longest, longest, dtype=torch.bool, device=query.device)
-            band = ones.tril() & ones.triu(1 - sliding_window)
+        mask = group.mask(sliding_window)
         attended = F.scaled_dot_product_attention(
             padded[0],
             padded[1],
             padded[2],
-            attn_mask=band,
+            attn_mask=mask,
             dropout_p=dropout,
-            is_causal=band is None,
+            is_causal=mask is None,
             scale=scaling,
             enable_gqa=grouped_heads,
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[layout.places].to(dtype)
+    return torch.cat(outputs).index_select(0, layout.places).to(dtype)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lightning_rlhf.engines.packed_attention import PackedLayout, packed_attention
+from lightning_rlhf.engines.packed_attention import packed_attention
+from lightning_rlhf.engines.packed_layout import PackedLayout
 
 ULYSSES_ATTENTION = "lightning_rlhf_ulysses"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from lightning_rlhf.batching.exchange import equal_on_all_ranks
+from lightning_rlhf.batching.shared_prompts import SharedPrefix
 from lightning_rlhf.contracts.engine import EngineConfig
 from lightning_rlhf.engines.fsdp2 import FSDP2Engine
 from lightning_rlhf.engines.hf_model import PackedCausalLM, PackedModel
@@ -26,6 +28,7 @@ from lightning_rlhf.engines.sequence_parallel import (
     cut_slice,
     gather_slices,
 )
+from lightning_rlhf.engines.shared_stream import SharedStream
 from lightning_rlhf.engines.value_head import PackedValueModel, ValueModel
 from lightning_rlhf.types import Experience
 
@@ -45,7 +48,7 @@ class UlyssesEngine(FSDP2Engine):
         reshard_after_forward: frees a layer's full parameters between its forward and backward.
 
     Raises:
-        ValueError: if the mesh has other axes.
+        ValueError: if the mesh has other axes, or prompts are to be shared over more than one ``sp`` rank.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class UlyssesEngine(FSDP2Engine):
         shards = mesh["dp_shard", "sp"]._flatten("dp_shard_sp")
         if mesh["dp_replicate"].size() > 1:
             shards = DeviceMesh._concatenate([mesh["dp_replicate"], shards])
+        if config.share_prompts and mesh["sp"].size() > 1:
+            raise ValueError(_NO_SHARED_SLICES)
         super().__init__(config, device=device, mesh=shards, reshard_after_forward=reshard_after_forward)
         self._rows = mesh["dp_replicate", "dp_shard"]._flatten("dp")
         self._sp = mesh["sp"]
@@ -80,13 +85,15 @@ class UlyssesEngine(FSDP2Engine):
         return SlicedCausalLM(causal_lm, logits_chunk_size=self.config.logits_chunk_size, group=self._sp.get_group())
 
     @override
-    def _plan(self, data: Experience, *, refused: str | None = None) -> list[list[int]]:
+    def _plan(
+        self, data: Experience, shared: Sequence[SharedPrefix] = (), *, refused: str | None = None
+    ) -> list[list[int]]:
         if not equal_on_all_ranks(_digest(data), group=self._sp.get_group(), device=self.device):
             raise RuntimeError(
                 "The ranks of a sequence-parallel group were given different rows. They train on slices of the same "
                 "ones: share rows out by data_parallel_rank, which they have in common."
             )
-        return super()._plan(data, refused=refused)
+        return super()._plan(data, shared, refused=refused)
 
     @property
     @override
@@ -143,11 +150,23 @@ class SlicedModel(PackedModel):
 
     @override
     def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor, score_mask: Tensor, temperature: float, entropy: bool
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        score_mask: Tensor,
+        temperature: float,
+        entropy: bool,
+        stream: SharedStream | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Scores the tokens that ``score_mask`` marks; arguments and results as on one rank. Collective."""
+        """Scores the tokens that ``score_mask`` marks; arguments and results as on one rank. Collective.
+
+        Raises:
+            NotImplementedError: for a shared stream that is to be cut into slices.
+        """
         if dist.get_world_size(self.group) == 1:
-            return super().forward(tokens, cu_seqlens, score_mask, temperature, entropy)
+            return super().forward(tokens, cu_seqlens, score_mask, temperature, entropy, stream)
+        if stream is not None:
+            raise NotImplementedError(_NO_SHARED_SLICES)
         layout = SlicedLayout(cu_seqlens, group=self.group)
         own = cut_slice(tokens, layout, score_mask, rank=layout.rank, size=layout.size)
         states: Tensor = self._model.base_model(
@@ -170,6 +189,12 @@ class SlicedCausalLM(SlicedModel, PackedCausalLM):
 
 class SlicedValueModel(SlicedModel, PackedValueModel):
     """Values of packed sequences in slices."""
+
+
+_NO_SHARED_SLICES = (
+    "share_prompts=True does not work with sequence parallelism (sp_size > 1): the ranks hold slices of one stream in "
+    "which every response needs its own prompt. Use fsdp2_rl, sp_size=1 or share_prompts=False."
+)
 
 
 def _config_of(model: str | Path | nn.Module) -> PreTrainedConfig:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_rlhf.engines.packed_attention import PackedLayout, packed_attention
+from lightning_rlhf.engines.packed_attention import packed_attention
+from lightning_rlhf.engines.packed_layout import PackedLayout
 
 
 def _states(lengths: list[int], heads: int = 4, kv_heads: int = 2, head_dim: int = 8) -> tuple[Tensor, ...]:
@@ -76,7 +77,7 @@ def test_positions_restart_and_lengths_are_known() -> None:
 
 def test_sequences_of_similar_length_share_a_call() -> None:
     layout = _layout([60, 55, 50, 58, 500, 3])
-    assert [(n, longest) for n, longest, _ in layout.groups] == [(1, 500), (4, 60), (1, 3)]
+    assert [(group.num_sequences, group.length) for group in layout.groups] == [(1, 500), (4, 60), (1, 3)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -84,7 +85,7 @@ def test_groups_hold_every_token_once_and_little_padding(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 200, (50,), generator=draw).tolist()
     layout = _layout(lengths)
-    places = torch.cat([tokens for _, _, tokens in layout.groups])
+    places = torch.cat([group.tokens for group in layout.groups])
     assert len(places) <= 1.25 * sum(lengths)
     assert torch.equal(places[layout.places], torch.arange(sum(lengths)))
     assert len(layout.groups) <= 25

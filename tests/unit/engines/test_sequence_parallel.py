@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny import tiny_model
 
-from lightning_rlhf.engines.packed_attention import PackedLayout
+from lightning_rlhf.engines.packed_layout import PackedLayout
 from lightning_rlhf.engines.sequence_parallel import ULYSSES_ATTENTION, check_heads, cut_slice, pad_to_multiple
 
 

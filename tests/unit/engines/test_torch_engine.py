@@ -88,7 +88,7 @@ def test_i01_the_logged_loss_does_not_depend_on_the_number_of_micro_batches(micr
 class _Echo(TorchEngine):
     """Gives each token ten times its id for a log-prob, and counts micro-batches."""
 
-    def _forward(self, micro_batch: Experience, *, entropy: bool) -> ModelOutputs:
+    def _forward(self, micro_batch: Experience, shared: Any, *, entropy: bool) -> ModelOutputs:
         self.sizes = [*self.sizes, micro_batch.num_tokens] if "sizes" in vars(self) else [micro_batch.num_tokens]
         return ModelOutputs(log_probs=10.0 * micro_batch.tokens, entropy=None)
 
