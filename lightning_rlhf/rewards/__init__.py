@@ -9,15 +9,20 @@ from lightning_rlhf.rewards.extract import Extraction, extract_answer
 from lightning_rlhf.rewards.function import RewardFunction, WeightedRewards, reward_name, score
 from lightning_rlhf.rewards.length import soft_overlong_penalty
 from lightning_rlhf.rewards.math import gsm8k_reward
+from lightning_rlhf.rewards.math_verify import MathVerifyReward
 from lightning_rlhf.rewards.reasoning_gym import ReasoningGymReward
-from lightning_rlhf.rewards.scores import Failure, Scores, component_metrics
+from lightning_rlhf.rewards.scores import Failure, RewardBrokenError, Scores, component_metrics
+from lightning_rlhf.rewards.time_limited import TimeLimited
 
 __all__ = [
     "Extraction",
     "Failure",
+    "MathVerifyReward",
     "ReasoningGymReward",
+    "RewardBrokenError",
     "RewardFunction",
     "Scores",
+    "TimeLimited",
     "WeightedRewards",
     "component_metrics",
     "extract_answer",

@@ -14,13 +14,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_rlhf.rewards.scores import Failure, Scores
+from lightning_rlhf.rewards.scores import Failure, RewardBrokenError, Scores
 
 RewardFunction: TypeAlias = Callable[
     [list[str], list[str], list[dict[str, Any]]], Sequence[float | Failure | None] | Tensor
 ]
 """``reward(prompts, responses, metadata)`` gives one number per response; None, NaN or a ``Failure`` where it has no
 verdict."""
+
+_FP32_MAX = torch.finfo(torch.float32).max
 
 MAX_ERRORS = 5
 """How many failed rows are described; all are counted."""
@@ -103,6 +105,7 @@ def score(reward: RewardFunction, prompts: list[str], responses: list[str], meta
     Raises:
         ValueError: if the three lists differ in length, or the reward gives another number of values than it got
             responses: then no value can be told to belong to a row.
+        RewardBrokenError: if the reward raises it: a second call would do no better.
     """
     sizes = {"prompts": len(prompts), "responses": len(responses), "metadata": len(metadata)}
     if len(set(sizes.values())) != 1:
@@ -122,19 +125,18 @@ def reward_name(reward: RewardFunction) -> str:
 def _score_one(
     reward: RewardFunction, name: str, prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]
 ) -> Scores:
-    rows = range(len(responses))
-    failures: dict[int, str] = {}
     try:
         given = reward(prompts, responses, metadata)
+    except RewardBrokenError:
+        raise
     except Exception:  # noqa: BLE001 - a user's code may raise anything; each row's own error is kept below
-        values = [_call_row(reward, name, row, prompts, responses, metadata, failures) for row in rows]
+        values = [row_value(reward, *row) for row in zip(prompts, responses, metadata, strict=True)]
     else:
         _check_length(name, len(given), len(responses))
-        values = [_as_number(value, row, failures) for row, value in zip(rows, given, strict=True)]
-    rewards = _finite_or_nan(torch.tensor(values, dtype=torch.float64))
-    for row in rewards.isnan().nonzero().flatten().tolist():
-        failures.setdefault(row, f"gave {values[row]}, not a finite fp32 number")
-    errors = [f"row {row}, {name}: {failures[row]}" for row in sorted(failures)]
+        values = [_as_number(value) for value in given]
+    failures = {row: value.reason for row, value in enumerate(values) if isinstance(value, Failure)}
+    rewards = torch.tensor([math.nan if isinstance(value, Failure) else value for value in values])
+    errors = [f"row {row}, {name}: {reason}" for row, reason in failures.items()]
     return Scores(
         rewards=rewards,
         num_failed=len(failures),
@@ -145,22 +147,21 @@ def _score_one(
     )
 
 
-def _call_row(
-    reward: RewardFunction,
-    name: str,
-    row: int,
-    prompts: list[str],
-    responses: list[str],
-    metadata: list[dict[str, Any]],
-    failures: dict[int, str],
-) -> float:
+def row_value(reward: RewardFunction, prompt: str, response: str, metadata: dict[str, Any]) -> float | Failure:
+    """What a reward gives for one row, asked for it alone.
+
+    Raises:
+        ValueError: if it does not give one value.
+        RewardBrokenError: if the reward itself does.
+    """
     try:
-        given = reward([prompts[row]], [responses[row]], [metadata[row]])
-    except Exception as error:  # noqa: BLE001 - see _score_one; the reason is reported with the row
-        failures[row] = f"{type(error).__name__}: {error}"
-        return math.nan
-    _check_length(name, len(given), 1)
-    return _as_number(given[0], row, failures)
+        given = reward([prompt], [response], [metadata])
+    except RewardBrokenError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a user's code may raise anything; the reason is reported with the row
+        return Failure(f"{type(error).__name__}: {error}", "memory" if isinstance(error, MemoryError) else "error")
+    _check_length(reward_name(reward), len(given), 1)
+    return _as_number(given[0])
 
 
 def _check_length(name: str, given: int, expected: int) -> None:
@@ -171,18 +172,17 @@ def _check_length(name: str, given: int, expected: int) -> None:
         )
 
 
-def _as_number(value: Any, row: int, failures: dict[int, str]) -> float:
+def _as_number(value: Any) -> float | Failure:
+    """The value as a finite fp32 number, or why it is none."""
     if value is None or isinstance(value, Failure):
-        failures[row] = "gave None" if value is None else value.reason
-        return math.nan
+        return value or Failure("gave None")
     if isinstance(value, str):
-        failures[row] = f"gave a string, {value[:40]!r}, not a number"
-        return math.nan
+        return Failure(f"gave a string, {value[:40]!r}, not a number")
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        failures[row] = f"gave a {type(value).__name__}: {error}"
-        return math.nan
+        return Failure(f"gave a {type(value).__name__}: {error}")
+    return number if abs(number) <= _FP32_MAX else Failure(f"gave {number}, not a finite fp32 number")
 
 
 def _finite_or_nan(values: Tensor) -> Tensor:

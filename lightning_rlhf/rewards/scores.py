@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_rlhf.metrics import Metric
+
+FailureCause: TypeAlias = Literal["error", "wall", "cpu", "memory"]
+
+
+class RewardBrokenError(RuntimeError):
+    """Raised by a reward that cannot score anything; it ends the run, where another error fails its rows."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +24,11 @@ class Failure:
 
     Attributes:
         reason: for people, for example ``"over its limit of 5 s"``.
+        cause: for programs: ``wall``, ``cpu`` or ``memory`` for a limit that was passed, else ``error``.
     """
 
     reason: str
+    cause: FailureCause = "error"
 
 
 @dataclass(frozen=True, kw_only=True)
