@@ -107,11 +107,22 @@ class ModelDirectory:
 
     def weight_names(self) -> WeightNames:
         """Names and shapes, from the model built without memory."""
-        from transformers import AutoModelForCausalLM
+        return _weight_names_of_config(self.config)
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config)
-        return weight_names_of(model)
+
+def weight_names_at(model: str | Path) -> WeightNames:
+    """Names and shapes of a model's tensors, from its config alone."""
+    from transformers import AutoConfig
+
+    return _weight_names_of_config(AutoConfig.from_pretrained(str(model)))
+
+
+def _weight_names_of_config(config: Any) -> WeightNames:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return weight_names_of(model)
 
 
 def _as_ids(value: int | Sequence[int] | None) -> set[int]:

@@ -24,14 +24,14 @@ from lightning_rlhf.rollout.responses import (
     response_budget,
     to_sequence,
 )
+from lightning_rlhf.rollout.vllm_build import build_llm_engine, engine_arguments, length_with_room_to_score
 from lightning_rlhf.rollout.vllm_process import (
     default_group,
     fenced_process,
-    forget_parallel_state,
     guarded_groups,
     import_vllm,
 )
-from lightning_rlhf.rollout.vllm_request import VLLMRequest
+from lightning_rlhf.rollout.vllm_request import VLLMRequest, sampling_arguments
 from lightning_rlhf.rollout.vllm_weights import load_in_place, read_own
 from lightning_rlhf.types import PromptBatch, Rollouts
 
@@ -85,8 +85,6 @@ class VLLMEngine(RolloutEngine):
         replica_index: int = 0,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype={dtype!r}: vLLM's weights are 'float32' or 'bfloat16' here.")
         other = VLLMEngine._living() if VLLMEngine._living is not None else None
         if other is not None:
             raise RuntimeError(
@@ -100,41 +98,25 @@ class VLLMEngine(RolloutEngine):
         self._names = self.directory.weight_names()
         self._gate = SamplingGate()
         self._serial = itertools.count()
-        arguments: dict[str, Any] = {
-            "model": self.directory.path,
-            "dtype": dtype,
-            "max_model_len": self._length_with_room_to_score(),
-            "max_num_seqs": max_num_seqs,
-            "kv_cache_memory_bytes": kv_cache_bytes,
-            "enable_prefix_caching": enable_prefix_caching,
-            "load_format": load_format,
-            "logprobs_mode": logprobs_mode,
-            "seed": self.engine_seed,
-            "async_scheduling": False,  # else a token computed before a push comes out after it, with its version
-        }
-        defaults = {
-            "enforce_eager": True,
-            "distributed_executor_backend": "uni",
-            "disable_log_stats": True,
-            "generation_config": "vllm",  # no sampling default from the checkpoint: SamplingConfig is the only source
-        }
-        given = dict(engine_kwargs or {})
-        if twice := sorted(arguments.keys() & given.keys()):
-            raise ValueError(f"engine_kwargs repeats {twice}: these are arguments of VLLMEngine itself.")
+        arguments = engine_arguments(
+            self.directory,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_cache_bytes=kv_cache_bytes,
+            enable_prefix_caching=enable_prefix_caching,
+            load_format=load_format,
+            logprobs_mode=logprobs_mode,
+            seed=self.engine_seed,
+            engine_kwargs=engine_kwargs,
+        )
         with fenced_process():
             import_vllm()
-            self._vllm: Any = _build({**defaults, **arguments, **given})
+            self._vllm: Any = build_llm_engine(arguments)
             built_in = default_group()
         # If the engine is dropped without shutdown(), vLLM's own finalizer would take the default group with it.
         self._finalizer = weakref.finalize(self, _shut_down, self._vllm, built_in)
         VLLMEngine._living = weakref.ref(self)
-
-    def _length_with_room_to_score(self) -> int:
-        """The limit to build vLLM with: it scores prompts only, and a prompt must leave room for one id more."""
-        longest = int(self.directory.config.get_text_config().max_position_embeddings)
-        if self.max_model_len > longest:
-            raise ValueError(f"max_model_len={self.max_model_len} exceeds the model's {longest} positions.")
-        return min(self.max_model_len + 1, longest)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, rl_step: int) -> Rollouts:
         """Draws ``sampling.n`` responses for each prompt, one request each; see `RolloutEngine.generate`.
@@ -173,20 +155,8 @@ class VLLMEngine(RolloutEngine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=seed,
-            max_tokens=budget,
-            stop=list(sampling.stop),
-            stop_token_ids=sorted(self._ends(sampling)),
-            ignore_eos=True,  # EOS is one of the stop ids: one rule for all ends
-            logprobs=0,
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.DELTA,
-        )
+        arguments = sampling_arguments(sampling, seed=seed, budget=budget, end_token_ids=self._ends(sampling))
+        params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         return VLLMRequest(request_id=f"request-{next(self._serial)}", prompt=list(prompt), params=params)
 
     def _ends(self, sampling: SamplingConfig) -> set[int]:
@@ -233,7 +203,7 @@ class VLLMEngine(RolloutEngine):
         """
         from vllm import SamplingParams
 
-        longest = self._length_with_room_to_score() - 1
+        longest = length_with_room_to_score(self.directory, self.max_model_len) - 1
         for ids in token_ids:
             if not 0 < len(ids) <= longest:
                 raise ValueError(f"Cannot score {len(ids)} ids: this engine takes 1 to {longest} in one sequence.")
@@ -282,7 +252,11 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("The engine's weights are asleep; wake_up(['weights']) before a push.")
         complete = False
         try:
-            self._on_worker(lambda worker: load_in_place(worker, named_tensors, self._names))
+            self._on_worker(
+                lambda worker: load_in_place(
+                    worker.model_runner.model, worker.model_runner.model_config, named_tensors, self._names
+                )
+            )
             complete = True
         finally:
             if not complete:
@@ -290,7 +264,7 @@ class VLLMEngine(RolloutEngine):
 
     def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Copies of what vLLM holds under these names and layouts; on CPU norms, embedding and head (`read_own`)."""
-        return self._on_worker(lambda worker: read_own(worker, names, self._names))
+        return self._on_worker(lambda worker: read_own(worker.model_runner.model, names, self._names))
 
     def reset_prefix_cache(self) -> None:
         """Forgets all keys and values; requests that wait in a pause compute theirs again.
@@ -340,25 +314,6 @@ class VLLMEngine(RolloutEngine):
         VLLMEngine._living = None
         gc.unfreeze()  # what lived when vLLM was imported, the Trainer's cycles among it, may go now
         gc.collect()
-
-
-def _build(arguments: dict[str, Any]) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    if current_platform.is_cpu():
-        # A prompt that is read in two steps has vLLM rewind its request's generator, which CPU generators cannot.
-        arguments.setdefault("enable_chunked_prefill", False)
-        arguments.setdefault("max_num_batched_tokens", max(2048, arguments["max_model_len"]))
-        # The smallest that its attention takes: a group shares whole blocks of its prompt, and vLLM's 128 are too many.
-        arguments.setdefault("block_size", 32)
-    try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
-    except BaseException as error:
-        error.add_note(f"VLLMEngine built vLLM with {arguments}; kv_cache_bytes sets the memory of its cache.")
-        forget_parallel_state()  # else the next engine of this process meets groups of this one
-        raise
 
 
 def _shut_down(vllm_engine: Any, built_in: dist.ProcessGroup | None) -> None:

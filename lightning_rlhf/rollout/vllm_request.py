@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_rlhf.contracts.rollout import SamplingConfig
 from lightning_rlhf.rollout.responses import SampledResponse
+
+
+def sampling_arguments(
+    sampling: SamplingConfig, *, seed: int, budget: int, end_token_ids: Collection[int]
+) -> dict[str, Any]:
+    """vLLM's ``SamplingParams`` by name, for one response; all values are JSON's.
+
+    Args:
+        sampling: what the run asks for.
+        seed: the request's own seed.
+        budget: tokens that the response may have.
+        end_token_ids: ids that end it.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": seed,
+        "max_tokens": budget,
+        "stop": list(sampling.stop),
+        "stop_token_ids": sorted(end_token_ids),
+        "ignore_eos": True,  # EOS is one of the stop ids: one rule for all ends
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+    }
 
 
 @dataclass(kw_only=True)

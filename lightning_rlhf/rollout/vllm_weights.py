@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from lightning_rlhf.rollout.model_directory import WeightNames
 
 
-def load_in_place(worker: Any, named_tensors: Iterable[tuple[str, Tensor]], names: WeightNames) -> None:
-    """Loads a whole push into the worker's model.
+def load_in_place(
+    model: Any, model_config: Any, named_tensors: Iterable[tuple[str, Tensor]], names: WeightNames
+) -> None:
+    """Loads a whole push into a worker's model.
 
     At most one tensor is held beside vLLM's own copies and the fused layers that are incomplete.
 
     Args:
-        worker: vLLM's worker, in this process.
+        model: the model of vLLM's worker, in this process; with tensor parallel workers, its share.
+        model_config: vLLM's configuration of it.
         named_tensors: Hugging Face names and full tensors, in any order and dtype; vLLM casts to what each layer keeps.
         names: those that a push must bring.
 
@@ -36,7 +39,6 @@ def load_in_place(worker: Any, named_tensors: Iterable[tuple[str, Tensor]], name
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    model, model_config = worker.model_runner.model, worker.model_runner.model_config
     initialize_layerwise_reload(model)
     try:
         targets = {name: parameter for name, parameter in model.named_parameters() if name not in names.aliases}
@@ -73,21 +75,21 @@ def _pack_head_again(model: nn.Module, names: WeightNames) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def read_own(worker: Any, wanted: Sequence[str], names: WeightNames) -> dict[str, Tensor]:
+def read_own(model: nn.Module, wanted: Sequence[str], names: WeightNames) -> dict[str, Tensor]:
     """Copies of parameters that vLLM holds under the Hugging Face name and layout.
 
     On CPU those are norms, embedding and head: linear layers exist only packed. With CUDA, o_proj and down_proj, too;
     q/k/v and gate/up are one fused parameter each.
 
     Args:
-        worker: vLLM's worker, in this process.
+        model: the model of vLLM's worker, in this process.
         wanted: Hugging Face names.
         names: the model's names, for shapes and ties.
 
     Returns:
         By name; a padded vocabulary is cut to the model's.
     """
-    held = dict(worker.model_runner.model.named_parameters(remove_duplicate=False))
+    held = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, Tensor] = {}
     for name in wanted:
         shape = names.shapes.get(names.aliases.get(name, name))

@@ -1,0 +1,94 @@
+"""The arguments that every vLLM engine of a run is built with; building one whose core is in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_rlhf.rollout.model_directory import ModelDirectory
+from lightning_rlhf.rollout.vllm_process import forget_parallel_state
+
+DTYPES = ("float32", "bfloat16")
+
+
+def length_with_room_to_score(directory: ModelDirectory, max_model_len: int) -> int:
+    """The limit to build vLLM with: it scores prompts only, and a prompt must leave room for one id more.
+
+    Raises:
+        ValueError: if the model has fewer positions.
+    """
+    longest = int(directory.config.get_text_config().max_position_embeddings)
+    if max_model_len > longest:
+        raise ValueError(f"max_model_len={max_model_len} exceeds the model's {longest} positions.")
+    return min(max_model_len + 1, longest)
+
+
+def engine_arguments(
+    directory: ModelDirectory,
+    *,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_cache_bytes: int,
+    enable_prefix_caching: bool,
+    load_format: str,
+    logprobs_mode: str,
+    seed: int,
+    engine_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """vLLM's ``EngineArgs`` by name; what each means is told at `VLLMEngine`.
+
+    Raises:
+        ValueError: for a dtype that is not served here, or an argument that is given twice.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: vLLM's weights are 'float32' or 'bfloat16' here.")
+    arguments: dict[str, Any] = {
+        "model": directory.path,
+        "dtype": dtype,
+        "max_model_len": length_with_room_to_score(directory, max_model_len),
+        "max_num_seqs": max_num_seqs,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "enable_prefix_caching": enable_prefix_caching,
+        "load_format": load_format,
+        "logprobs_mode": logprobs_mode,
+        "seed": seed,
+        "async_scheduling": False,  # else a token computed before a push comes out after it, with its version
+    }
+    defaults = {
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": True,
+        "generation_config": "vllm",  # no sampling default from the checkpoint: SamplingConfig is the only source
+    }
+    given = dict(engine_kwargs or {})
+    if twice := sorted(arguments.keys() & given.keys()):
+        raise ValueError(f"engine_kwargs repeats {twice}: these are arguments of the engine itself.")
+    return {**defaults, **arguments, **given}
+
+
+def add_cpu_arguments(arguments: dict[str, Any]) -> None:
+    """Fills in what vLLM's CPU kernels need; vLLM must be imported."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    # A prompt that is read in two steps has vLLM rewind its request's generator, which CPU generators cannot.
+    arguments.setdefault("enable_chunked_prefill", False)
+    arguments.setdefault("max_num_batched_tokens", max(2048, arguments["max_model_len"]))
+    # The smallest that its attention takes: a group shares whole blocks of its prompt, and vLLM's 128 are too many.
+    arguments.setdefault("block_size", 32)
+
+
+def build_llm_engine(arguments: dict[str, Any]) -> Any:
+    """vLLM's ``LLMEngine`` with scheduler and, for one device, worker in this process."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    add_cpu_arguments(arguments)
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except BaseException as error:
+        error.add_note(f"vLLM was built with {arguments}; kv_cache_bytes sets the memory of its cache.")
+        forget_parallel_state()  # else the next engine of this process meets groups of this one
+        raise
