@@ -5,22 +5,27 @@ A reward is any callable ``reward(prompts, responses, metadata)`` that gives one
 
 from __future__ import annotations
 
+from lightning_rlhf.rewards.code import CodeReward
 from lightning_rlhf.rewards.extract import Extraction, extract_answer
 from lightning_rlhf.rewards.function import RewardFunction, WeightedRewards, reward_name, score
 from lightning_rlhf.rewards.length import soft_overlong_penalty
 from lightning_rlhf.rewards.math import gsm8k_reward
 from lightning_rlhf.rewards.math_verify import MathVerifyReward
 from lightning_rlhf.rewards.reasoning_gym import ReasoningGymReward
+from lightning_rlhf.rewards.sandbox import SandboxLimits, SandboxResult, run_sandboxed
 from lightning_rlhf.rewards.scores import Failure, RewardBrokenError, Scores, component_metrics
 from lightning_rlhf.rewards.time_limited import TimeLimited
 
 __all__ = [
+    "CodeReward",
     "Extraction",
     "Failure",
     "MathVerifyReward",
     "ReasoningGymReward",
     "RewardBrokenError",
     "RewardFunction",
+    "SandboxLimits",
+    "SandboxResult",
     "Scores",
     "TimeLimited",
     "WeightedRewards",
@@ -28,6 +33,7 @@ __all__ = [
     "extract_answer",
     "gsm8k_reward",
     "reward_name",
+    "run_sandboxed",
     "score",
     "soft_overlong_penalty",
 ]
