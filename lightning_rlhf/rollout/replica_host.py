@@ -1,0 +1,116 @@
+"""The process that replicas are forked from: it imports vLLM once, so a replica starts, and starts again, in a second.
+
+It talks with its parent in lines of JSON. On stdin come ``{"start": index, "config": {...}}`` and ``{"kill": index}``;
+the first line is ``{"token": ..., "sockets": [fd, ...]}``, the listening socket of each replica. On the descriptor
+named on the command line go ``{"ready": true}``, ``{"started": index, "pid": ...}`` and
+``{"exited": index, "pid": ..., "status": ...}``. When stdin ends, the parent is gone: all replicas are killed.
+
+Run as ``python -m lightning_rlhf.rollout.replica_host FD``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from lightning_rlhf.rollout.replica_process import ReplicaConfig, prepare_process, serve
+
+POLL_SECONDS = 0.1
+
+
+class ReplicaHost:
+    """Forks, watches and kills replicas.
+
+    Args:
+        answers: descriptor that events are written to.
+    """
+
+    def __init__(self, answers: int) -> None:
+        self._answers = answers
+        self._pids: dict[int, int] = {}
+        self._token = ""
+        self._sockets: list[int] = []
+
+    def run(self) -> None:
+        """Obeys until stdin ends."""
+        prepare_process()
+        self._tell({"ready": True})
+        pending = b""
+        while True:
+            self._note_exits()
+            if not select.select([0], [], [], POLL_SECONDS)[0]:
+                continue
+            data = os.read(0, 1 << 16)
+            if not data:
+                break
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                self._obey(json.loads(line))
+        for index in list(self._pids):
+            self._kill(index)
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError):  # the parent is gone: stdin ends next
+            os.write(self._answers, json.dumps(event).encode() + b"\n")
+
+    def _obey(self, command: dict[str, Any]) -> None:
+        if "token" in command:
+            self._token, self._sockets = command["token"], command["sockets"]
+        elif "start" in command:
+            self._start(command["start"], ReplicaConfig(**command["config"]))
+        elif "kill" in command:
+            self._kill(command["kill"])
+        else:
+            raise ValueError(f"Unknown command {command}.")
+
+    def _start(self, index: int, config: ReplicaConfig) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._be_replica(parent, index, config)
+        self._pids[index] = pid
+        self._tell({"started": index, "pid": pid})
+
+    def _be_replica(self, parent: int, index: int, config: ReplicaConfig) -> NoReturn:
+        try:
+            os.setpgid(0, 0)  # a kill reaches its tensor parallel workers, too
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the host
+            if os.getppid() == parent:
+                os.close(0)
+                os.open(os.devnull, os.O_RDONLY)
+                os.close(self._answers)
+                serve(config, socket.socket(fileno=os.dup(self._sockets[index])), token=self._token)
+        except BaseException:  # noqa: BLE001 (the end of this process)
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _kill(self, index: int) -> None:
+        if index in self._pids:
+            with suppress(ProcessLookupError):
+                os.killpg(self._pids[index], signal.SIGKILL)
+            with suppress(ProcessLookupError):  # before its own group existed
+                os.kill(self._pids[index], signal.SIGKILL)
+
+    def _note_exits(self) -> None:
+        for index, pid in list(self._pids.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del self._pids[index]
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # workers that it has left behind
+                self._tell({"exited": index, "pid": pid, "status": status})
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which ends this one
+    ReplicaHost(int(sys.argv[1])).run()

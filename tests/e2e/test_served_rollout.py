@@ -1,0 +1,196 @@
+"""Replicas in processes of their own: real vLLM behind HTTP, what they sample, what happens when they die or hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import requests
+import torch
+from support.rollout import largest_difference, naive_log_probs, perturb, prompt_batch
+from support.tiny import tiny_model, write_tiny_model
+
+from lightning_rlhf.contracts.rollout import SamplingConfig
+from lightning_rlhf.rollout.replica_process import ReplicaConfig
+from lightning_rlhf.rollout.served import ServedRolloutEngine
+from lightning_rlhf.types import Rollouts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+
+PROMPTS = prompt_batch({f"p{i}": [5 + (i + j) % 50 for j in range(3 + i % 4)] for i in range(6)})
+SAMPLING = SamplingConfig(n=4, max_new_tokens=12)
+LONG = SamplingConfig(n=4, max_new_tokens=180, stop_token_ids=())
+
+
+def config(path: Path, **changes: Any) -> ReplicaConfig:
+    arguments: dict[str, Any] = {
+        "model": str(path),
+        "max_model_len": 256,
+        "kv_cache_bytes": 32 << 20,
+        "max_num_seqs": 32,
+        "num_threads": 1,
+    }
+    return ReplicaConfig(**{**arguments, **changes})
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), tied=True, seed=7)
+
+
+@pytest.fixture(scope="module")
+def engine(model_path: Path) -> Iterator[ServedRolloutEngine]:
+    """Two replicas, for the tests that leave them as they were."""
+    served = ServedRolloutEngine(
+        model_path,
+        max_model_len=256,
+        fleet_configs=[config(model_path, seed=index) for index in range(2)],
+        pool_settings={"max_deaths": 10},
+    )
+    yield served
+    served.shutdown()
+
+
+def push(engine: ServedRolloutEngine, model: PreTrainedModel, *, version: int) -> None:
+    """In the manager's order."""
+    engine.pause()
+    engine.weight_version = None
+    engine.load_weights(iter(model.state_dict().items()))
+    engine.resume()
+    engine.weight_version = version
+
+
+def fresh(engine: ServedRolloutEngine, *, seed: int, version: int) -> PreTrainedModel:
+    model = tiny_model(tied=True).eval()
+    perturb(model, seed=seed, scale=0.3)
+    push(engine, model, version=version)
+    return model
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.02)
+
+
+def check_complete(engine: ServedRolloutEngine, rollouts: Rollouts, *, num_samples: int = SAMPLING.n) -> None:
+    """Each response once, none without tokens, and the account says the same."""
+    wanted = [(uid, sample) for uid in PROMPTS.uids for sample in range(num_samples)]
+    assert list(zip(rollouts.uids, rollouts.sample_indices, strict=True)) == wanted
+    assert set(rollouts.finish_reasons) <= {"stop", "length"}
+    assert int(rollouts.response_lengths.min()) > 0
+    assert engine.pool.ledger.accepted == engine.pool.ledger.answered
+    assert engine.pool.ledger.duplicates == 0
+
+
+def test_no_weights_no_samples_then_both_replicas_sample_with_each_push(engine: ServedRolloutEngine) -> None:
+    engine.weight_version = None
+    with pytest.raises(RuntimeError, match="no valid weights"):
+        engine.generate(PROMPTS, SAMPLING, rl_step=0)
+    for version in range(2):
+        model = fresh(engine, seed=version, version=version)
+        rollouts = engine.generate(PROMPTS, SAMPLING, rl_step=version)
+        check_complete(engine, rollouts)
+        assert largest_difference(model, rollouts) < 1e-5
+        assert set(rollouts.token_versions[rollouts.response_mask].tolist()) == {version}
+        ids = [5, 6, 7, 8]
+        assert engine.score([ids])[0] == pytest.approx(naive_log_probs(model, ids), abs=1e-5)
+        held = engine.read_weights(["model.norm.weight", "model.embed_tokens.weight"])
+        assert all(torch.equal(held[name], model.state_dict()[name]) for name in held)
+        assert len(held) == 2
+    generated = [engine._wait(client.health()).generated for client in (r.client for r in engine.pool.replicas)]
+    assert min(generated) > 0, "one replica did all the work"
+
+
+def test_e01_samples_do_not_depend_on_the_replica(engine: ServedRolloutEngine) -> None:
+    fresh(engine, seed=3, version=3)
+    first = engine.generate(PROMPTS, SAMPLING, rl_step=5)
+    engine.pool._router.in_flight[0] += 1000  # all go to the other one
+    second = engine.generate(PROMPTS, SAMPLING, rl_step=5)
+    engine.pool._router.in_flight[0] -= 1000
+    assert first.tokens.tolist() == second.tokens.tolist()
+    assert engine.pool._router.in_flight == [0, 0]
+
+
+def test_strangers_are_refused(engine: ServedRolloutEngine) -> None:
+    url = engine.urls[0]
+    assert url.startswith("http://127.0.0.1:")
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        assert requests.get(f"{url}/health", headers=headers, timeout=5).status_code == 401
+        assert requests.post(f"{url}/weights", json={"info": {}}, headers=headers, timeout=5).status_code == 401
+    known = {"Authorization": f"Bearer {engine.token}"}
+    assert requests.get(f"{url}/health", headers=known, timeout=5).json()["in_flight"] == 0
+    answer = requests.post(f"{url}/generate", json={"requests": [{"request_id": "x"}]}, headers=known, timeout=5)
+    assert answer.status_code == 400
+
+
+def test_a_prompt_without_room_is_skipped_and_an_invalid_sampling_is_told(engine: ServedRolloutEngine) -> None:
+    fresh(engine, seed=1, version=1)
+    prompts = prompt_batch({"long": [5] * 256, "short": [5, 6]})
+    rollouts = engine.generate(prompts, SamplingConfig(n=2, max_new_tokens=4), rl_step=0)
+    assert rollouts.finish_reasons[:2] == ["skipped", "skipped"]
+    assert set(rollouts.finish_reasons[2:]) <= {"stop", "length"}
+    with pytest.raises(ValueError, match="temperature 1 only"):
+        engine.score([[5, 6]], temperature=0.5)
+
+
+def generate_in_background(engine: ServedRolloutEngine, sampling: SamplingConfig, *, rl_step: int) -> Callable[[], Any]:
+    box: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            box["result"] = engine.generate(PROMPTS, sampling, rl_step=rl_step)
+        except RuntimeError as error:
+            box["result"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(timeout=90)
+        assert not thread.is_alive(), "generation hangs"
+        return box["result"]
+
+    return result
+
+
+def tokens_generated(engine: ServedRolloutEngine) -> int:
+    return sum(engine._wait(replica.client.health()).generated for replica in engine.pool.replicas)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "hang"])
+def test_a_replica_lost_in_generation_costs_no_response(engine: ServedRolloutEngine, how: signal.Signals) -> None:
+    assert engine._fleet is not None
+    model = fresh(engine, seed=4, version=4)
+    expected = engine.generate(PROMPTS, LONG, rl_step=1)
+    for replica in engine.pool.replicas:
+        replica.client.silence_seconds = replica.client.answer_seconds = 3.0
+    resent, start = engine.pool.ledger.resent, tokens_generated(engine)
+    result = generate_in_background(engine, LONG, rl_step=1)
+    within(20, lambda: tokens_generated(engine) > start + 100)
+    victim = engine._fleet.pids[0]
+    os.kill(victim, how)
+    rollouts = result()
+    check_complete(engine, rollouts)
+    assert rollouts.tokens.tolist() == expected.tokens.tolist()
+    assert largest_difference(model, rollouts) < 1e-5
+    assert engine.pool.ledger.resent > resent, "nothing was in flight: this test shows nothing"
+
+    # it comes back with the current weights, without another push
+    within(60, lambda: engine.pool.replicas[0].state == "up" and engine._fleet.pids.get(0) not in (None, victim))
+    engine.pool._router.in_flight[1] += 1000
+    again = engine.generate(PROMPTS, SAMPLING, rl_step=2)
+    engine.pool._router.in_flight[1] -= 1000
+    assert largest_difference(model, again) < 1e-5
+    assert set(again.token_versions[again.response_mask].tolist()) == {4}
