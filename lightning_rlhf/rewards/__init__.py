@@ -11,7 +11,9 @@ from lightning_rlhf.rewards.function import RewardFunction, WeightedRewards, rew
 from lightning_rlhf.rewards.length import soft_overlong_penalty
 from lightning_rlhf.rewards.math import gsm8k_reward
 from lightning_rlhf.rewards.math_verify import MathVerifyReward
+from lightning_rlhf.rewards.model import ModelReward
 from lightning_rlhf.rewards.reasoning_gym import ReasoningGymReward
+from lightning_rlhf.rewards.remote import RemoteReward
 from lightning_rlhf.rewards.sandbox import SandboxLimits, SandboxResult, run_sandboxed
 from lightning_rlhf.rewards.scores import Failure, RewardBrokenError, Scores, component_metrics
 from lightning_rlhf.rewards.time_limited import TimeLimited
@@ -21,7 +23,9 @@ __all__ = [
     "Extraction",
     "Failure",
     "MathVerifyReward",
+    "ModelReward",
     "ReasoningGymReward",
+    "RemoteReward",
     "RewardBrokenError",
     "RewardFunction",
     "SandboxLimits",
