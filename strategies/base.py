@@ -58,6 +58,8 @@ class RLStrategy(ParallelStrategy):
     """
 
     backend: str
+    share_prompts: bool = False
+    """Whether its engines share prompts also where a module's config does not ask for it."""
 
     def __init__(self, *, timeout_seconds: float = 1800.0, process_group_backend: str | None = None) -> None:
         super().__init__()
@@ -95,7 +97,9 @@ class RLStrategy(ParallelStrategy):
 
     def create_engine(self, model_type: str, config: EngineConfig) -> BaseEngine:
         """Builds and initializes an engine on this back end, in the Trainer's precision. Collective."""
-        config = dataclasses.replace(config, compute_dtype=self._compute_dtype)
+        config = dataclasses.replace(
+            config, compute_dtype=self._compute_dtype, share_prompts=config.share_prompts or self.share_prompts
+        )
         engine = EngineRegistry.new(
             model_type, self.backend, config, device=self.root_device, **self.engine_arguments()
         )

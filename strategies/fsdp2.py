@@ -19,6 +19,8 @@ class FSDP2RLStrategy(RLStrategy):
             leaves.
         dp_replicate_size: copies of that group (hybrid sharding).
         reshard_after_forward: free a layer's full parameters between its forward and backward.
+        share_prompts: compute the tokens that rollouts of one prompt begin with once in a micro-batch; pays where
+            prompts are long beside the responses. See ``EngineConfig.share_prompts``.
         timeout_seconds: how long a collective may wait for a peer.
         process_group_backend: ``gloo`` or ``nccl``; None chooses by device.
     """
@@ -31,12 +33,14 @@ class FSDP2RLStrategy(RLStrategy):
         dp_shard_size: int | Literal["auto"] = "auto",
         dp_replicate_size: int = 1,
         reshard_after_forward: bool = True,
+        share_prompts: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
         super().__init__(timeout_seconds=timeout_seconds, process_group_backend=process_group_backend)
         self.sizes: dict[str, int | Literal["auto"]] = {"dp_replicate": dp_replicate_size, "dp_shard": dp_shard_size}
         self.reshard_after_forward = reshard_after_forward
+        self.share_prompts = share_prompts
 
     @override
     def build_mesh(self, world_size: int, device_type: str) -> DeviceMesh:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from lightning_rlhf.batching.shared_prompts import check_shared_prompts
 from lightning_rlhf.strategies.fsdp2 import FSDP2RLStrategy
 
 
@@ -20,8 +21,13 @@ class UlyssesRLStrategy(FSDP2RLStrategy):
         dp_shard_size: groups of them that share one copy of the parameters; ``"auto"`` takes all that are left.
         dp_replicate_size: such copies (hybrid sharding).
         reshard_after_forward: free a layer's full parameters between its forward and backward.
+        share_prompts: compute the tokens that rollouts of one prompt begin with once in a micro-batch; pays where
+            prompts are long beside the responses, and only with ``sp_size=1``. See ``EngineConfig.share_prompts``.
         timeout_seconds: how long a collective may wait for a peer.
         process_group_backend: ``gloo`` or ``nccl``; None chooses by device.
+
+    Raises:
+        ValueError: for shared prompts on ``sp`` ranks.
     """
 
     backend = "ulysses"
@@ -33,13 +39,16 @@ class UlyssesRLStrategy(FSDP2RLStrategy):
         dp_shard_size: int | Literal["auto"] = "auto",
         dp_replicate_size: int = 1,
         reshard_after_forward: bool = True,
+        share_prompts: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
+        check_shared_prompts(share_prompts=share_prompts, sp_size=sp_size)
         super().__init__(
             dp_shard_size=dp_shard_size,
             dp_replicate_size=dp_replicate_size,
             reshard_after_forward=reshard_after_forward,
+            share_prompts=share_prompts,
             timeout_seconds=timeout_seconds,
             process_group_backend=process_group_backend,
         )

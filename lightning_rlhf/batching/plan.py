@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from lightning_rlhf.batching.balance import balanced_partitions, sequence_costs
+from lightning_rlhf.batching.shared_prompts import share_out_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,12 @@ class StepPlan:
 
 
 def build_step_plan(
-    facts: Sequence[RowFact], *, mini_batch_size: int | None, data_parallel_size: int, seed: int
+    facts: Sequence[RowFact],
+    *,
+    mini_batch_size: int | None,
+    data_parallel_size: int,
+    seed: int,
+    keep_groups: bool = False,
 ) -> StepPlan:
     """Orders rows, cuts mini-batches, and gives each rank its share of each, balanced by estimated FLOPs.
 
@@ -122,6 +128,8 @@ def build_step_plan(
         mini_batch_size: rollouts in one optimizer step over all ranks; None takes all rows.
         data_parallel_size: ranks to share each mini-batch.
         seed: draws which rows come together when there are several mini-batches.
+        keep_groups: rows of one prompt in a mini-batch go to one rank where it pays, for engines that compute a prompt
+            once for all its rows; see ``share_out_groups``. Which rows meet in a mini-batch does not change.
 
     Raises:
         ValueError: if a row appears twice, or the rows do not divide into mini-batches.
@@ -143,7 +151,7 @@ def build_step_plan(
     if size < len(ordered):
         np.random.default_rng(seed).shuffle(order)
     mini_batches = tuple(
-        _plan_mini_batch(ordered, sorted(order[start : start + size].tolist()), data_parallel_size)
+        _plan_mini_batch(ordered, sorted(order[start : start + size].tolist()), data_parallel_size, keep_groups)
         for start in range(0, len(ordered), size)
     )
     return StepPlan(facts=ordered, mini_batches=mini_batches, seed=seed)
@@ -159,9 +167,15 @@ def _join(parts: Sequence[MiniBatchPlan]) -> MiniBatchPlan:
     )
 
 
-def _plan_mini_batch(facts: Sequence[RowFact], rows: list[int], data_parallel_size: int) -> MiniBatchPlan:
-    costs = sequence_costs([facts[row].length for row in rows])
-    parts = balanced_partitions(costs, data_parallel_size)
+def _plan_mini_batch(
+    facts: Sequence[RowFact], rows: list[int], data_parallel_size: int, keep_groups: bool
+) -> MiniBatchPlan:
+    lengths = [facts[row].length for row in rows]
+    if keep_groups:
+        prompts = [facts[row].length - facts[row].num_response_tokens for row in rows]
+        parts = share_out_groups(lengths, prompts, [facts[row].uid for row in rows], data_parallel_size)
+    else:
+        parts = balanced_partitions(sequence_costs(lengths), data_parallel_size)
     return MiniBatchPlan(
         rows_of_rank=tuple(tuple(sorted(rows[index] for index in part)) for part in parts),
         num_global_tokens=sum(facts[row].num_loss_tokens for row in rows),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_rlhf.batching.balance import balanced_partitions, sequence_costs
+
 LEAST_SAVING = 0.05
 """Rows share a beginning if that saves this part of their tokens at least: attention in two parts has a cost too."""
 
@@ -99,3 +101,53 @@ def shared_cost(costs: Sequence[float], beginning: float) -> float:
         beginning: that of a sequence as long as the beginning, computed once; 0 if nothing is shared.
     """
     return beginning + sum(cost - beginning for cost in costs)
+
+
+def check_shared_prompts(*, share_prompts: bool, sp_size: int) -> None:
+    """Refuses shared prompts in a token stream that several ranks hold in slices.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if share_prompts and sp_size > 1:
+        raise ValueError(
+            f"share_prompts=True does not work with sequence parallelism (sp_size={sp_size}): the ranks hold slices of "
+            f"one stream in which every response needs its own prompt. Use fsdp2_rl, sp_size=1 or share_prompts=False."
+        )
+
+
+def share_out_groups(
+    lengths: Sequence[int], prompt_lengths: Sequence[int], uids: Sequence[str], num_parts: int
+) -> list[list[int]]:
+    """Splits rows into parts of even compute, where every part that has rows of a group computes its prompt once.
+
+    Groups stay whole if that makes the costliest part cheapest; else all are cut into halves, quarters and so on, as
+    far as it pays: with fewer groups than parts some would stay idle. Deterministic.
+
+    Args:
+        lengths: tokens of each row.
+        prompt_lengths: of these, the tokens of its prompt.
+        uids: each row's group.
+        num_parts: how many parts.
+
+    Returns:
+        ``num_parts`` lists of row indices, each rising; every row is in exactly one.
+    """
+    costs, beginnings = sequence_costs(lengths).tolist(), sequence_costs(prompt_lengths).tolist()
+    groups: dict[str, list[int]] = {}
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        groups.setdefault(uids[row], []).append(row)
+    most, pieces = max((len(rows) for rows in groups.values()), default=1), 1
+    best: tuple[float, list[list[int]]] | None = None
+    while best is None or pieces < 2 * most:
+        units = [rows[start::pieces] for rows in groups.values() for start in range(min(pieces, len(rows)))]
+        unit_costs = [
+            shared_cost([costs[row] for row in rows], min(beginnings[row] for row in rows) if len(rows) > 1 else 0.0)
+            for rows in units
+        ]
+        parts = balanced_partitions(unit_costs, num_parts)
+        worst = max(sum(unit_costs[unit] for unit in part) for part in parts)
+        if best is None or worst < 0.99 * best[0]:
+            best = worst, [sorted(row for unit in part for row in units[unit]) for part in parts]
+        pieces *= 2
+    return best[1]

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from lightning_rlhf.batching.exchange import equal_on_all_ranks
-from lightning_rlhf.batching.shared_prompts import SharedPrefix
+from lightning_rlhf.batching.shared_prompts import SharedPrefix, check_shared_prompts
 from lightning_rlhf.contracts.engine import EngineConfig
 from lightning_rlhf.engines.fsdp2 import FSDP2Engine
 from lightning_rlhf.engines.hf_model import PackedCausalLM, PackedModel
@@ -59,8 +59,7 @@ class UlyssesEngine(FSDP2Engine):
         shards = mesh["dp_shard", "sp"]._flatten("dp_shard_sp")
         if mesh["dp_replicate"].size() > 1:
             shards = DeviceMesh._concatenate([mesh["dp_replicate"], shards])
-        if config.share_prompts and mesh["sp"].size() > 1:
-            raise ValueError(_NO_SHARED_SLICES)
+        check_shared_prompts(share_prompts=config.share_prompts, sp_size=mesh["sp"].size())
         super().__init__(config, device=device, mesh=shards, reshard_after_forward=reshard_after_forward)
         self._rows = mesh["dp_replicate", "dp_shard"]._flatten("dp")
         self._sp = mesh["sp"]
@@ -161,12 +160,11 @@ class SlicedModel(PackedModel):
         """Scores the tokens that ``score_mask`` marks; arguments and results as on one rank. Collective.
 
         Raises:
-            NotImplementedError: for a shared stream that is to be cut into slices.
+            ValueError: for a stream with shared prompts that is to be cut into slices.
         """
         if dist.get_world_size(self.group) == 1:
             return super().forward(tokens, cu_seqlens, score_mask, temperature, entropy, stream)
-        if stream is not None:
-            raise NotImplementedError(_NO_SHARED_SLICES)
+        check_shared_prompts(share_prompts=stream is not None, sp_size=dist.get_world_size(self.group))
         layout = SlicedLayout(cu_seqlens, group=self.group)
         own = cut_slice(tokens, layout, score_mask, rank=layout.rank, size=layout.size)
         states: Tensor = self._model.base_model(
@@ -189,12 +187,6 @@ class SlicedCausalLM(SlicedModel, PackedCausalLM):
 
 class SlicedValueModel(SlicedModel, PackedValueModel):
     """Values of packed sequences in slices."""
-
-
-_NO_SHARED_SLICES = (
-    "share_prompts=True does not work with sequence parallelism (sp_size > 1): the ranks hold slices of one stream in "
-    "which every response needs its own prompt. Use fsdp2_rl, sp_size=1 or share_prompts=False."
-)
 
 
 def _config_of(model: str | Path | nn.Module) -> PreTrainedConfig:

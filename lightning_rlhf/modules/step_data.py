@@ -152,7 +152,13 @@ def build_step_data(
     rollouts = rollouts.to(device)
     local = row_facts(rollouts, rewards, mask_truncated=mask_truncated, rank=rank)
     facts = gather_row_facts(local, group=group, data_parallel_size=size, device=device)
-    plan = build_step_plan(facts, mini_batch_size=mini_batch_size, data_parallel_size=size, seed=seed)
+    plan = build_step_plan(
+        facts,
+        mini_batch_size=mini_batch_size,
+        data_parallel_size=size,
+        seed=seed,
+        keep_groups=engine.config.share_prompts,
+    )
     assert_same_plan(plan, group=group, data_parallel_size=size, device=device)
     row_trains = torch.tensor([fact.num_loss_tokens > 0 for fact in local], dtype=torch.bool, device=device)
     sampled = Experience(

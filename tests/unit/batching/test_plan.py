@@ -94,6 +94,25 @@ def test_shares_are_balanced_by_cost() -> None:
     assert loads == [150, 150]
 
 
+@pytest.mark.parametrize("mini_batch_size", [None, 6])
+def test_groups_kept_together_change_who_trains_and_nothing_else(mini_batch_size: int | None) -> None:
+    apart, together = (
+        build_step_plan(_facts(2), mini_batch_size=mini_batch_size, data_parallel_size=2, seed=3, keep_groups=keep)
+        for keep in (False, True)
+    )
+    for one, other in zip(apart.mini_batches, together.mini_batches, strict=True):
+        assert sorted(itertools.chain(*one.rows_of_rank)) == sorted(itertools.chain(*other.rows_of_rank))
+        assert one.num_global_tokens == other.num_global_tokens
+
+
+def test_whole_groups_go_to_one_rank_when_asked() -> None:
+    facts = [dataclasses.replace(fact, length=60 + fact.num_response_tokens) for fact in _facts(2)]
+    plan = build_step_plan(facts, mini_batch_size=None, data_parallel_size=2, seed=0, keep_groups=True)
+    for rows in plan.mini_batches[0].rows_of_rank:
+        uids = [plan.facts[row].uid for row in rows]
+        assert all(uids.count(uid) == 3 for uid in uids)
+
+
 def test_rows_that_do_not_divide_are_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="12 rollouts do not divide into mini-batches of 5"):
         build_step_plan(_facts(1), mini_batch_size=5, data_parallel_size=1, seed=0)

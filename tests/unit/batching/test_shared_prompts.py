@@ -13,6 +13,7 @@ from lightning_rlhf.batching.shared_prompts import (
     among,
     find_shared_prefixes,
     num_computed_tokens,
+    share_out_groups,
     shared_cost,
 )
 
@@ -127,3 +128,33 @@ def test_random_groups_keep_every_limit_and_every_row(seed: int) -> None:
             assert sorted(itertools.chain(*plan)) == list(range(len(lengths)))
             assert max(_computed(lengths, shared, plan)) <= limit.get("max_tokens", sum(lengths))
             assert max(map(len, plan)) <= limit.get("micro_batch_size", len(lengths))
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_groups_stay_whole_where_there_are_enough_of_them() -> None:
+    uids = [uid for uid in "abcd" for _ in range(4)]
+    parts = share_out_groups([100] * 16, [80] * 16, uids, 2)
+    assert sorted(map(len, parts)) == [8, 8]
+    for part in parts:
+        assert len({uids[row] for row in part}) == 2
+
+
+def test_a_single_group_is_cut_so_that_no_rank_is_idle() -> None:
+    assert sorted(map(len, share_out_groups([100] * 8, [80] * 8, ["a"] * 8, 2))) == [4, 4]
+    assert sorted(map(len, share_out_groups([100] * 8, [80] * 8, ["a"] * 8, 4))) == [2, 2, 2, 2]
+
+
+def test_groups_are_cut_only_where_that_makes_the_costliest_part_cheaper() -> None:
+    """Three of a kind on two ranks: whole, one rank has two; cut, each computes a prompt and a half, and one more."""
+    uids = [uid for uid in "abc" for _ in range(8)]
+    short, long = (share_out_groups([length + 20] * 24, [length] * 24, uids, 2) for length in (20, 2000))
+    assert sorted(map(len, short)) == [12, 12]
+    assert sorted(map(len, long)) == [8, 16]
+
+
+def test_no_row_is_lost_with_more_ranks_than_rows() -> None:
+    parts = share_out_groups([5, 9], [3, 3], ["a", "a"], 4)
+    assert sorted(itertools.chain(*parts)) == [0, 1]
+    assert len(parts) == 4

@@ -50,7 +50,7 @@ CASES = {
         (
             "strategy.tensor_parallel_size: unknown; known there: strategy._target_, strategy.dp_replicate_size, "
             "strategy.dp_shard_size, strategy.process_group_backend, strategy.reshard_after_forward, "
-            "strategy.timeout_seconds."
+            "strategy.share_prompts, strategy.timeout_seconds."
         ),
     ),
     "g01 another option's": (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.experience import policy_gradient
+from support.groups import make_groups, make_prompt
 from support.tiny import tiny_model
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -25,41 +26,6 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 
 
-def make_groups(groups: list[tuple[list[int], list[int]]], *, seed: int = 0) -> Experience:
-    """Rollouts of prompts.
-
-    Args:
-        groups: per prompt its tokens, and the lengths of its rollouts' responses.
-        seed: of the responses.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    tokens, masks, lengths, uids, indices = [], [], [], [], []
-    for number, (prompt, responses) in enumerate(groups):
-        for index, length in enumerate(responses):
-            tokens += [torch.tensor(prompt), torch.randint(0, 64, (length,), generator=draw)]
-            masks += [torch.zeros(len(prompt), dtype=torch.bool), torch.ones(length, dtype=torch.bool)]
-            lengths.append(len(prompt) + length)
-            uids.append(f"prompt-{number}")
-            indices.append(index)
-    mask = torch.cat(masks)
-    return Experience(
-        tokens=torch.cat(tokens),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
-        response_mask=mask,
-        loss_mask=mask,
-        rollout_log_probs=torch.zeros(len(mask)),
-        advantages=torch.randn(len(mask), generator=draw) * mask,
-        uids=uids,
-        sample_indices=indices,
-        temperature=0.7,
-        loss_weights=torch.rand(len(mask), generator=draw) * mask / mask.sum(),
-    )
-
-
-def _prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def _same_uid(data: Experience) -> Experience:
     data.uids = ["one"] * len(data)
     return data
@@ -67,7 +33,7 @@ def _same_uid(data: Experience) -> Experience:
 
 def _multi_turn() -> Experience:
     """Observations between sampled tokens; one conversation leaves the others' path after 10 of their 16 tokens."""
-    data = make_groups([(_prompt(16, 1), [9, 12, 6, 10])])
+    data = make_groups([(make_prompt(16, 1), [9, 12, 6, 10])])
     data.tokens[data.cu_seqlens[2] + 10] = (data.tokens[10] + 1) % 64
     for start in data.cu_seqlens[:-1].tolist():
         data.response_mask[start + 18 : start + 20] = False
@@ -76,15 +42,17 @@ def _multi_turn() -> Experience:
 
 
 def _identical() -> Experience:
-    one = make_groups([(_prompt(6, 1), [5, 5])])
+    one = make_groups([(make_prompt(6, 1), [5, 5])])
     return Experience.cat([one.select([0]), one.select([0]), one.select([1]), one.select([0])])
 
 
 BATCHES: dict[str, Experience] = {
-    "eight": make_groups([(_prompt(24, 1), [8] * 8)]),
-    "uneven": make_groups([(_prompt(20, 1), [3, 17, 1, 9, 30]), (_prompt(7, 2), [4, 2]), (_prompt(12, 3), [6, 5, 40])]),
-    "of one": make_groups([(_prompt(11, 1), [5]), (_prompt(11, 2), [7]), (_prompt(9, 3), [4, 6])]),
-    "same uid, other prompts": _same_uid(make_groups([(_prompt(9, 1), [4, 5, 6]), (_prompt(12, 2), [7, 3])])),
+    "eight": make_groups([(make_prompt(24, 1), [8] * 8)]),
+    "uneven": make_groups(
+        [(make_prompt(20, 1), [3, 17, 1, 9, 30]), (make_prompt(7, 2), [4, 2]), (make_prompt(12, 3), [6, 5, 40])]
+    ),
+    "of one": make_groups([(make_prompt(11, 1), [5]), (make_prompt(11, 2), [7]), (make_prompt(9, 3), [4, 6])]),
+    "same uid, other prompts": _same_uid(make_groups([(make_prompt(9, 1), [4, 5, 6]), (make_prompt(12, 2), [7, 3])])),
     "multi-turn": _multi_turn(),
     "identical": _identical(),
     "one token of prompt": make_groups([([5], [2, 3, 2, 4])]),
@@ -182,14 +150,14 @@ class _Counts:
 def test_a_prompt_is_computed_once_in_a_micro_batch() -> None:
     engine = _engine(share=True, micro_batch_size=8)
     counts = _Counts(engine)
-    data = make_groups([(_prompt(24, 1), [8] * 8), (_prompt(10, 2), [1, 2, 3, 4, 5, 6, 7, 8])])
+    data = make_groups([(make_prompt(24, 1), [8] * 8), (make_prompt(10, 2), [1, 2, 3, 4, 5, 6, 7, 8])])
     engine.infer_batch(data)
     engine.train_batch(data, policy_gradient)
     assert sorted(counts.found) == [10 + 36] * 2 + [24 + 64] * 2
 
 
 def test_the_budget_is_of_tokens_that_are_computed() -> None:
-    data = make_groups([(_prompt(24, 1), [8] * 8), (_prompt(30, 2), [5] * 6)])
+    data = make_groups([(make_prompt(24, 1), [8] * 8), (make_prompt(30, 2), [5] * 6)])
     for share, number in ((True, 2), (False, 6)):
         engine = _engine(share=share, max_tokens_per_micro_batch=100)
         counts = _Counts(engine)
@@ -252,7 +220,7 @@ def test_attention_is_that_of_each_sequence_alone(window: int | None) -> None:
     assert len(layout.groups) < len(lengths)
 
 
-def test_keys_of_a_variable_length_kernel_stand_behind_their_prompt() -> None:
+def test_keys_of_a_variable_length_kernel_stand_behind_theirmake_prompt() -> None:
     stream = shared_stream(torch.tensor([0, 5, 9, 13]), [SharedPrefix(rows=(0, 2), length=3)])
     assert stream.kept.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 12]
     assert stream.places.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2, 9]
