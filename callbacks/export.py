@@ -43,7 +43,7 @@ class HFExport(pl.Callback):
         console: Console | None = None,
     ) -> None:
         self.dirpath = None if dirpath is None else Path(dirpath)
-        self.dtype = _float_dtype(dtype)
+        self.dtype = float_dtype(dtype)
         self.max_file_bytes = max_file_bytes
         self.console = rich.get_console() if console is None else console
 
@@ -75,24 +75,59 @@ class HFExport(pl.Callback):
             self.console.print(f"model: {folder}", markup=False, highlight=False, soft_wrap=True)
 
     def _write(self, module: OnPolicyModule, params: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        config, generation_config = _configs(module.actor_config.model)
-        partial = folder / ".partial"
-        partial.mkdir(exist_ok=True)
-        for left_over in partial.iterdir():
-            left_over.unlink()
-        dtypes = _write_weights(partial, _checked(config, params), dtype=self.dtype, max_file_bytes=self.max_file_bytes)
-        # Loaders build the model in this dtype, whatever the files hold.
-        config.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        config.save_pretrained(partial)
-        if generation_config is not None:
-            generation_config.save_pretrained(partial)
-        module.tokenizer.save_pretrained(partial)
-        for old in (*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")):
-            old.unlink()
-        for new in sorted(partial.iterdir()):
-            new.replace(folder / new.name)
-        partial.rmdir()
+        config, generation_config = configs_of(module.actor_config.model)
+        write_model_directory(
+            folder,
+            params,
+            config=config,
+            generation_config=generation_config,
+            tokenizer=module.tokenizer,
+            dtype=self.dtype,
+            max_file_bytes=self.max_file_bytes,
+        )
+
+
+def write_model_directory(
+    folder: Path,
+    params: Iterable[tuple[str, Tensor]],
+    *,
+    config: Any,
+    generation_config: Any,
+    tokenizer: Any,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+) -> None:
+    """Writes a directory that ``transformers`` and vLLM load; an earlier model in it is replaced at the end.
+
+    Args:
+        folder: the directory.
+        params: every weight by Hugging Face name, full.
+        config: of the model.
+        generation_config: of the model, or None.
+        tokenizer: of the model.
+        dtype: of the written weights; None keeps theirs.
+        max_file_bytes: weights are split over files of at most this size.
+
+    Raises:
+        ValueError: if the weights are not those of the config's model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".partial"
+    partial.mkdir(exist_ok=True)
+    for left_over in partial.iterdir():
+        left_over.unlink()
+    dtypes = _write_weights(partial, _checked(config, params), dtype=dtype, max_file_bytes=max_file_bytes)
+    # Loaders build the model in this dtype, whatever the files hold.
+    config.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    config.save_pretrained(partial)
+    if generation_config is not None:
+        generation_config.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    for old in (*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")):
+        old.unlink()
+    for new in sorted(partial.iterdir()):
+        new.replace(folder / new.name)
+    partial.rmdir()
 
 
 def _write_weights(
@@ -152,7 +187,7 @@ def _checked(config: Any, params: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
     return weight_names_of(model).check(params)
 
 
-def _configs(model: str | Path | nn.Module) -> tuple[Any, Any]:
+def configs_of(model: str | Path | nn.Module) -> tuple[Any, Any]:
     """Config and generation config (or None) of what the actor was made from, as copies."""
     from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
@@ -173,7 +208,12 @@ def _configs(model: str | Path | nn.Module) -> tuple[Any, Any]:
     return config, generation_config
 
 
-def _float_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def float_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """The floating dtype of this name; None stays None.
+
+    Raises:
+        ValueError: for anything else.
+    """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError(f"dtype must name a floating dtype such as 'bfloat16', got {dtype!r}.")

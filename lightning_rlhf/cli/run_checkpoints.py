@@ -1,0 +1,112 @@
+"""The checkpoints of a run, and the policy inside one, read in one process without an engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+import yaml
+from torch import Tensor
+
+from lightning_rlhf.cli.run import CONFIG_FILE
+from lightning_rlhf.cli.run_records import RecordError
+from lightning_rlhf.engines.checkpoint import read_model
+from lightning_rlhf.strategies.checkpoints import MANIFEST, is_complete
+
+_NAME = re.compile(r"rl_step=(\d+)(?:-v\d+)?\.ckpt$")
+_ACTOR = "engine_modules.actor.hf_model."
+"""Before the actor's names in the one file of a plain strategy."""
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end: a folder has all of its files, a file its archive's directory."""
+    return is_complete(checkpoint) if checkpoint.is_dir() else is_zipfile(checkpoint)
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest whole one of a run.
+
+    Args:
+        source: a checkpoint, a run's folder, or its folder of checkpoints.
+
+    Raises:
+        RecordError: if there is none that is whole.
+    """
+    if source.is_file() or (source / MANIFEST).is_file() or source.suffix == ".ckpt":
+        if not is_whole(source):
+            raise RecordError(f"{source} is not a whole checkpoint: it is absent, cut short, or was never finished.")
+        return source
+    for folder in (source / "checkpoints", source):
+        found = {int(match[1]): path for path in folder.glob("*.ckpt") if (match := _NAME.match(path.name))}
+        whole = {step: path for step, path in found.items() if is_whole(path)}
+        if whole:
+            return whole[max(whole)]
+        if found:
+            raise RecordError(f"{folder}: none of {', '.join(sorted(p.name for p in found.values()))} is whole.")
+    raise RecordError(f"{source} is neither a checkpoint nor the folder of a run that has one (checkpoints/*.ckpt).")
+
+
+def model_of_run(checkpoint: Path) -> str:
+    """The model that the run started from, by the configuration beside its checkpoints.
+
+    Raises:
+        RecordError: if there is no configuration.
+    """
+    for folder in checkpoint.resolve().parents[:2]:
+        file = folder / CONFIG_FILE
+        if file.is_file():
+            return str(yaml.safe_load(file.read_text(encoding="utf-8"))["model"]["path"])
+    raise RecordError(
+        f"{checkpoint}: no {CONFIG_FILE} beside it says which model the run started from. Name its directory, which "
+        f"has config and tokenizer: --model DIR."
+    )
+
+
+def actor_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """The policy in a checkpoint: Hugging Face names and full tensors, in the dtype of training.
+
+    Args:
+        checkpoint: a whole one, of any number of ranks.
+
+    Raises:
+        RecordError: for a layout that cannot be read here.
+    """
+    if checkpoint.is_dir():
+        actor = checkpoint / "actor"
+        backend = json.loads((checkpoint / MANIFEST).read_text()).get("backend")
+        if backend == "megatron" or not (actor / ".metadata").is_file():
+            raise RecordError(
+                f"{checkpoint}: exporting a checkpoint of the {backend or 'unknown'} back end is not possible yet; it "
+                f"reads those of torch, fsdp2 and ulysses. The run's own export (callbacks.export) writes an HF "
+                f"directory from any back end."
+            )
+        yield from _plain(read_model(actor), checkpoint)
+        return
+    state = _state_of_file(checkpoint)
+    yield from _plain(
+        ((name.removeprefix(_ACTOR), tensor) for name, tensor in state.items() if name.startswith(_ACTOR)), checkpoint
+    )
+
+
+def _state_of_file(checkpoint: Path) -> dict[str, Any]:
+    loaded = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    state = loaded.get("state_dict", {}) if isinstance(loaded, dict) else {}
+    if not any(name.startswith(_ACTOR) for name in state):
+        raise RecordError(f"{checkpoint} holds no actor of this package; its state begins with {list(state)[:3]}.")
+    return state
+
+
+def _plain(named: Iterator[tuple[str, Tensor]], checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """Passes weights through; those of an adapter would need merging first."""
+    for name, tensor in named:
+        if ".lora_" in name or ".base_layer." in name:
+            raise RecordError(
+                f"{checkpoint} holds a LoRA adapter ({name}). Merging one from a checkpoint is not possible yet; the "
+                f"run's own export (callbacks.export) is."
+            )
+        yield name, tensor
