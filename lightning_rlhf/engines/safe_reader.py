@@ -29,6 +29,11 @@ class _MetadataUnpickler(pickle.Unpickler):
                     "_MEM_FORMAT_ENCODING",
                 )
             ),
+            # the plans of all writers, which megatron-core keeps in its metadata
+            *(
+                ("torch.distributed.checkpoint.planner", name)
+                for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+            ),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             ("torch.serialization", "_get_layout"),
             ("torch", "Size"),

@@ -82,7 +82,14 @@ def alignment(*, tensor_parallel_size: int, context_parallel_size: int, sequence
 
 
 def pack(
-    tokens: Tensor, cu_seqlens: Tensor, response_mask: Tensor, *, multiple: int, rank: int = 0, size: int = 1
+    tokens: Tensor,
+    cu_seqlens: Tensor,
+    response_mask: Tensor,
+    *,
+    multiple: int,
+    total: int | None = None,
+    rank: int = 0,
+    size: int = 1,
 ) -> PackedMicroBatch:
     """This rank's part of a micro-batch. A batch without sequences becomes one of padding, which nothing reads.
 
@@ -91,6 +98,8 @@ def pack(
         cu_seqlens: ``[B+1]`` int64.
         response_mask: ``[num_tokens]`` bool, tokens whose outputs are asked for.
         multiple: see ``alignment``.
+        total: tokens over all ranks, padding included; what sequences leave of it becomes a sequence of padding. None:
+            as many as sequences need.
         rank: this rank among those that share each sequence.
         size: how many they are.
     """
@@ -101,6 +110,9 @@ def pack(
     if not len(padded):
         padded = torch.full((1,), multiple, dtype=torch.int64, device=device)
         lengths = torch.zeros_like(padded)
+    left = 0 if total is None else total - int(padded.sum())
+    if left:
+        padded, lengths = F.pad(padded, (0, 1), value=left), F.pad(lengths, (0, 1))
     starts = F.pad(padded.cumsum(0), (1, 0))
     total = int(starts[-1])
     at = torch.repeat_interleave(starts[:-1], lengths) + positions  # of each token in the padded stream
