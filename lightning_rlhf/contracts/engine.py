@@ -309,9 +309,11 @@ class EngineRegistry:
             ("language_model", "torch"): "lightning_rlhf.engines.torch:TorchEngine",
             ("language_model", "fsdp2"): "lightning_rlhf.engines.fsdp2:FSDP2Engine",
             ("language_model", "ulysses"): "lightning_rlhf.engines.ulysses:UlyssesEngine",
+            ("language_model", "megatron"): "lightning_rlhf.engines.megatron.engine:MegatronEngine",
             ("value_model", "torch"): "lightning_rlhf.engines.value_head:TorchValueEngine",
             ("value_model", "fsdp2"): "lightning_rlhf.engines.value_head:FSDP2ValueEngine",
             ("value_model", "ulysses"): "lightning_rlhf.engines.ulysses:UlyssesValueEngine",
+            ("value_model", "megatron"): "lightning_rlhf.engines.megatron.value_engine:MegatronValueEngine",
         }.items()
         for device in ("cpu", "cuda")
     }
