@@ -34,6 +34,7 @@ class ReplicaFleet:
     Args:
         configs: one for each replica.
         host: address that they listen on; anything but loopback opens the ports to the network.
+        folder: removed by the host when this process is gone, however it ended.
         on_exit: called in a thread of its own with a replica's index and what its end was like.
 
     Attributes:
@@ -42,7 +43,12 @@ class ReplicaFleet:
     """
 
     def __init__(
-        self, configs: Sequence[ReplicaConfig], *, host: str = "127.0.0.1", on_exit: Callable[[int, str], None]
+        self,
+        configs: Sequence[ReplicaConfig],
+        *,
+        host: str = "127.0.0.1",
+        folder: str,
+        on_exit: Callable[[int, str], None],
     ) -> None:
         self.token = secrets.token_hex(16)
         self.configs = list(configs)
@@ -66,7 +72,7 @@ class ReplicaFleet:
         os.close(theirs)
         for one in sockets:
             one.close()
-        self._say({"token": self.token, "sockets": descriptors[1:]})
+        self._say({"token": self.token, "sockets": descriptors[1:], "folder": folder})
         threading.Thread(target=self._listen_to_host, args=(os.fdopen(ours, "rb"),), daemon=True).start()
 
     def start(self, index: int) -> None:

@@ -1,9 +1,10 @@
 """The process that replicas are forked from: it imports vLLM once, so a replica starts, and starts again, in a second.
 
 It talks with its parent in lines of JSON. On stdin come ``{"start": index, "config": {...}}`` and ``{"kill": index}``;
-the first line is ``{"token": ..., "sockets": [fd, ...]}``, the listening socket of each replica. On the descriptor
-named on the command line go ``{"ready": true}``, ``{"started": index, "pid": ...}`` and
-``{"exited": index, "pid": ..., "status": ...}``. When stdin ends, the parent is gone: all replicas are killed.
+the first line is ``{"token": ..., "sockets": [fd, ...], "folder": ...}``, with the listening socket of each replica. On
+the descriptor named on the command line go ``{"ready": true}``, ``{"started": index, "pid": ...}`` and
+``{"exited": index, "pid": ..., "status": ...}``. When stdin ends, the parent is gone: all replicas are killed, and the
+folder, which holds weights, is removed.
 
 Run as ``python -m lightning_rlhf.rollout.replica_host FD``.
 """
@@ -14,6 +15,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -38,6 +40,7 @@ class ReplicaHost:
         self._pids: dict[int, int] = {}
         self._token = ""
         self._sockets: list[int] = []
+        self._folder = ""
 
     def run(self) -> None:
         """Obeys until stdin ends."""
@@ -56,6 +59,8 @@ class ReplicaHost:
                 self._obey(json.loads(line))
         for index in list(self._pids):
             self._kill(index)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _tell(self, event: dict[str, Any]) -> None:
         with suppress(BrokenPipeError):  # the parent is gone: stdin ends next
@@ -63,7 +68,7 @@ class ReplicaHost:
 
     def _obey(self, command: dict[str, Any]) -> None:
         if "token" in command:
-            self._token, self._sockets = command["token"], command["sockets"]
+            self._token, self._sockets, self._folder = command["token"], command["sockets"], command["folder"]
         elif "start" in command:
             self._start(command["start"], ReplicaConfig(**command["config"]))
         elif "kill" in command:
@@ -114,3 +119,4 @@ class ReplicaHost:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which ends this one
     ReplicaHost(int(sys.argv[1])).run()
+    os._exit(0)  # taking apart all that was imported takes seconds

@@ -94,7 +94,9 @@ class ServedRolloutEngine(RolloutEngine):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
         self._thread.start()
-        self._fleet = ReplicaFleet(fleet_configs, on_exit=self._on_exit) if fleet_configs else None
+        self._fleet = (
+            ReplicaFleet(fleet_configs, folder=self._snapshots.name, on_exit=self._on_exit) if fleet_configs else None
+        )
         self.urls = tuple(self._fleet.urls if self._fleet is not None else urls)
         self.token = self._fleet.token if self._fleet is not None else token
         self._closed = False

@@ -194,3 +194,56 @@ def test_a_replica_lost_in_generation_costs_no_response(engine: ServedRolloutEng
     engine.pool._router.in_flight[1] -= 1000
     assert largest_difference(model, again) < 1e-5
     assert set(again.token_versions[again.response_mask].tolist()) == {4}
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "resubmit"])
+def test_weights_that_change_under_requests_in_flight(engine: ServedRolloutEngine, in_flight: str) -> None:
+    """Tokens before the switch are the old weights', those after it the new ones'; the versions say where it was."""
+    engine.in_flight = in_flight
+    old = fresh(engine, seed=11, version=11)
+    new = tiny_model(tied=True).eval()
+    perturb(new, seed=12, scale=0.3)
+    continued, start = engine.pool.ledger.continued, tokens_generated(engine)
+    result = generate_in_background(engine, LONG, rl_step=3)
+    within(20, lambda: tokens_generated(engine) > start + 300)
+    push(engine, new, version=12)
+    rollouts = result()
+    check_complete(engine, rollouts)
+    worst_old = worst_new = wrong_side = 0.0
+    spans = set()
+    for row in range(len(rollouts)):
+        first, last = rollouts.cu_seqlens[row : row + 2].tolist()
+        ids = rollouts.tokens[first:last].tolist()
+        sampled = rollouts.response_mask[first:last].tolist()
+        versions, own = rollouts.token_versions[first:last].tolist(), rollouts.rollout_log_probs[first:last].tolist()
+        by_old, by_new = naive_log_probs(old, ids), naive_log_probs(new, ids)
+        spans.add(tuple(sorted(set(versions) - {-1})))
+        assert [v for v in versions if v != -1] == sorted(v for v in versions if v != -1)
+        for place in [place for place, on in enumerate(sampled) if on]:
+            right, wrong = (by_old, by_new) if versions[place] == 11 else (by_new, by_old)
+            difference = abs(own[place] - right[place])
+            if versions[place] == 11:
+                worst_old = max(worst_old, difference)
+            else:
+                worst_new = max(worst_new, difference)
+            wrong_side = max(wrong_side, abs(own[place] - wrong[place]))
+    assert worst_old < 1e-5
+    assert worst_new < 1e-5
+    assert (11, 12) in spans, "no response crossed the switch: this test shows nothing"
+    assert wrong_side > 0.1
+    if in_flight == "resubmit":
+        assert engine.pool.ledger.continued > continued
+    engine.in_flight = "keep"
+
+
+def test_abort_keeps_what_there_is(engine: ServedRolloutEngine) -> None:
+    model = fresh(engine, seed=2, version=2)
+    start = tokens_generated(engine)
+    result = generate_in_background(engine, LONG, rl_step=4)
+    within(20, lambda: tokens_generated(engine) > start + 300)
+    engine.abort()
+    rollouts = result()
+    assert "abort" in rollouts.finish_reasons
+    assert int(rollouts.response_lengths.max()) < 180
+    assert largest_difference(model, rollouts) < 1e-5
+    engine.generate(PROMPTS, SAMPLING, rl_step=4)
