@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,5 +121,28 @@ def write_tiny_model(
         ``path``.
     """
     tiny_model(family=family, tied=tied, layers=layers, hidden=hidden, seed=seed).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def write_tiny_reward_model(path: Path, *, seed: int = 3) -> Path:
+    """Write a reward model, a Llama with one label whose head is not flat, and its tokenizer.
+
+    Args:
+        path: the directory; created if absent.
+        seed: of the weights.
+
+    Returns:
+        ``path``.
+    """
+    causal = tiny_model(family="llama", seed=seed)
+    causal.config.num_labels = 1
+    with torch.random.fork_rng(devices=[]):
+        judge = LlamaForSequenceClassification(causal.config)
+    judge.model.load_state_dict(causal.base_model.state_dict())
+    with torch.no_grad():
+        draw = torch.Generator().manual_seed(seed)
+        judge.score.weight.copy_(torch.randn(judge.score.weight.shape, generator=draw))
+    judge.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from omegaconf import DictConfig
-from support.tiny import write_tiny_model
+from support.tiny import write_tiny_model, write_tiny_reward_model
 
 from lightning_rlhf.cli.run import build, build_trainer
 from lightning_rlhf.cli.show_config import compose_run, flatten
@@ -27,6 +27,8 @@ OPTIONS = sorted((group, file.stem) for group in GROUPS for file in (CONFIGS / g
 NEEDS = {
     # what an option asks of the command line
     ("data", "jsonl"): ["data.source.path={folder}/prompts.jsonl", "reward=gsm8k"],
+    ("reward", "model"): ["reward.model={folder}/judge"],
+    ("reward", "remote"): ["reward.url=http://localhost:1/score"],
     ("strategy", "ulysses_rl"): ["trainer.devices=2"],
 }
 
@@ -35,6 +37,7 @@ NEEDS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("configs")
     write_tiny_model(folder / "model")
+    write_tiny_reward_model(folder / "judge")
     (folder / "prompts.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     return folder
 

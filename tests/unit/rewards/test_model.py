@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny import tiny_model, tiny_tokenizer
+from support.tiny import tiny_model, tiny_tokenizer, write_tiny_reward_model
 from transformers import LlamaForSequenceClassification
 
 from lightning_rlhf.contracts.engine import EngineConfig, EngineRegistry
@@ -16,16 +16,7 @@ RESPONSES = ["2", "five", "", "0123456789"]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("reward_model")
-    causal = tiny_model(family="llama", seed=3)
-    causal.config.num_labels = 1
-    judge = LlamaForSequenceClassification(causal.config)
-    judge.model.load_state_dict(causal.base_model.state_dict())
-    with torch.no_grad():
-        judge.score.weight.copy_(torch.randn(judge.score.weight.shape, generator=torch.Generator().manual_seed(5)))
-    judge.save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return path
+    return write_tiny_reward_model(tmp_path_factory.mktemp("reward_model"))
 
 
 @torch.no_grad()
