@@ -95,12 +95,21 @@ def check_layout(layout: MegatronLayout, hf_config: Any, world_size: int) -> Non
     Raises:
         ValueError: names the sizes that do not fit and what would.
     """
-    _check_sizes(layout)
-    _check_world(layout, world_size)
+    check_world(layout, world_size)
     shape = model_shape(hf_config)
     _check_attention(layout, shape)
     _check_layers(layout, shape)
     _check_experts(layout, shape)
+
+
+def check_world(layout: MegatronLayout, world_size: int) -> None:
+    """The part of ``check_layout`` that needs no model: sizes against each other and against the number of ranks.
+
+    Raises:
+        ValueError: names the sizes that do not fit.
+    """
+    _check_sizes(layout)
+    _check_world(layout, world_size)
 
 
 def _check_sizes(layout: MegatronLayout) -> None:
