@@ -1,0 +1,216 @@
+"""The checkpoint engine that sends only the elements that changed, over the link of any other engine.
+
+Both sides keep a copy of what was sent last. A tensor travels as the places and new values of its changed elements, or
+whole where that is smaller, with a checksum of what must come out. Elements are compared bit by bit. Whole
+tensors go to everybody at every ``dense_every``-th sync, when a receiver is new, and after a failure.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rlhf.contracts.checkpoint_engine import (
+    CheckpointEngine,
+    CheckpointEngineRegistry,
+    Invitation,
+    Topology,
+)
+from lightning_rlhf.weights.buckets import BucketError
+from lightning_rlhf.weights.checksum import as_bytes, checksum_of
+from lightning_rlhf.weights.connected import ConnectedCheckpointEngine
+from lightning_rlhf.weights.transform import NamedTensors, StreamTransform
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_INT32_PLACES = 2**31
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The elements as integers, flat; a NaN equals itself then."""
+    return as_bytes(tensor).view(_BITS[tensor.element_size()])
+
+
+class DeltaTransform(StreamTransform):
+    """Differences to the sync before.
+
+    Each tensor becomes, in this order, ``dense:<name>``, or ``at:<name>`` and ``to:<name>``, or neither if nothing
+    changed; then ``sum:<name>``, eight bytes. The stream begins with an empty ``base:<state>``.
+
+    Args:
+        dense_every: how often everything travels whole.
+
+    Attributes:
+        payload_share: bytes of the last stream over those of its tensors.
+    """
+
+    def __init__(self, *, dense_every: int) -> None:
+        if dense_every < 1:
+            raise ValueError(f"dense_every={dense_every}: expected at least 1 (1 sends every sync whole).")
+        self.dense_every = dense_every
+        self.payload_share = 1.0
+        self._session = secrets.token_hex(8)
+        self._syncs = 0
+        self._held: dict[str, Tensor] = {}
+        self._next_base: str | None = None
+
+    def _state(self) -> str:
+        return f"{self._session}-{self._syncs}"
+
+    @override
+    def encode(self, stream: NamedTensors, *, bases: Sequence[str | None]) -> NamedTensors:
+        dense = self._syncs % self.dense_every == 0 or any(base != self._state() for base in bases)
+        if dense:
+            self._held = {}
+        payload = whole = 0
+        yield f"base:{self._session}-{self._syncs + 1}", torch.empty(0)
+        for name, tensor in stream:
+            whole += tensor.nbytes
+            for part, content in self._parts(name, tensor.detach().to("cpu")):
+                payload += content.nbytes
+                yield f"{part}:{name}", content
+        self.payload_share = payload / max(1, whole)
+
+    def _parts(self, name: str, new: Tensor) -> Iterator[tuple[str, Tensor]]:
+        held = self._held.get(name)
+        if held is None or held.shape != new.shape or held.dtype != new.dtype:
+            self._held[name] = new.clone(memory_format=torch.contiguous_format)
+            yield "dense", new
+        else:
+            words = 2 if new.element_size() == 16 else 1
+            new_bits, held_bits = _bits(new), _bits(held)
+            places = (new_bits != held_bits).nonzero().reshape(-1)
+            values = new_bits[places]
+            held_bits[places] = values
+            places = places.to(torch.int32 if new.numel() * words < _INT32_PLACES else torch.int64)
+            if places.nbytes + values.nbytes >= new.nbytes:
+                yield "dense", new
+            elif len(places):
+                yield "at", places
+                yield "to", values
+        yield "sum", torch.tensor(list(bytes.fromhex(checksum_of(new))), dtype=torch.uint8)
+
+    @override
+    def sent(self) -> None:
+        self._syncs += 1
+
+    @override
+    def decode(self, stream: NamedTensors) -> NamedTensors:
+        places: Tensor | None = None
+        for label, content in stream:
+            part, _, name = label.partition(":")
+            if part == "base":
+                self._next_base = name
+            elif part == "dense":
+                self._keep(name, content)
+            elif part == "at":
+                places = content.to(torch.int64)
+            elif part == "to" and places is not None:
+                _bits(self._known(name))[places] = content
+                places = None
+            elif part == "sum":
+                yield name, self._checked(name, bytes(content.tolist()).hex())
+            else:
+                raise BucketError(f"{label!r} is no part of a delta stream.")
+
+    def _keep(self, name: str, content: Tensor) -> None:
+        held = self._held.get(name)
+        if held is not None and held.shape == content.shape and held.dtype == content.dtype:
+            held.copy_(content)
+        else:
+            self._held[name] = content.cpu().clone()
+
+    def _known(self, name: str) -> Tensor:
+        if name not in self._held:
+            raise BucketError(f"{name}: changes arrived, but this receiver never had the tensor.")
+        return self._held[name]
+
+    def _checked(self, name: str, expected: str) -> Tensor:
+        tensor = self._known(name)
+        found = checksum_of(tensor)
+        if found != expected:
+            raise BucketError(
+                f"{name}: checksum {found} after the changes were put in, but the sender has {expected}. "
+                f"The next sync sends everything."
+            )
+        return tensor
+
+    @override
+    def received(self) -> None:
+        self.base = self._next_base
+
+    @override
+    def forget(self) -> None:
+        self._held = {}
+        self._syncs = 0
+        self._session = secrets.token_hex(8)
+        self.base = self._next_base = None
+
+
+@CheckpointEngineRegistry.register("delta")
+class DeltaCheckpointEngine(CheckpointEngine):
+    """Changed elements over another engine's link. Both sides hold one more copy of the model in host memory.
+
+    Args:
+        link: the engine that carries them, by name.
+        dense_every: how often everything travels whole.
+        **kwargs: that engine's.
+    """
+
+    remote = True
+
+    def __init__(self, *, link: str = "shm", dense_every: int = 20, **kwargs: Any) -> None:
+        inner = CheckpointEngineRegistry.new(link, **kwargs)
+        if not isinstance(inner, ConnectedCheckpointEngine):
+            raise ValueError(f"link={link!r} connects no processes; delta goes over shm, nccl, nixl, mooncake or disk.")
+        self.link = link
+        self.transform = inner.transform = DeltaTransform(dense_every=dense_every)
+        self.inner = inner
+
+    @property
+    def payload_share(self) -> float:
+        """Bytes of the last sync over those of its tensors."""
+        return self.transform.payload_share
+
+    @override
+    def prepare(self) -> None:
+        self.inner.prepare()
+
+    @override
+    def build_topology(self, *, trainer_world_size: int, receiver_ids: Iterable[str]) -> Topology:
+        return self.inner.build_topology(trainer_world_size=trainer_world_size, receiver_ids=receiver_ids)
+
+    @override
+    def init_process_group(self, topology: Topology) -> None:
+        self.inner.init_process_group(topology)
+
+    @override
+    def send_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self.inner.send_weights(named_tensors)
+
+    @override
+    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.inner.receive_weights()
+
+    @override
+    def finalize(self) -> None:
+        self.inner.finalize()
+
+    @override
+    def invitation(self, receiver_id: str) -> Invitation:
+        inner = self.inner.invitation(receiver_id)
+        own = {"link": self.link, "dense_every": self.transform.dense_every}
+        return replace(inner, engine="delta", settings={**inner.settings, **own})
+
+    @override
+    def join(self, invitation: Invitation) -> None:
+        self.inner.join(replace(invitation, engine=self.link))
+
+    @override
+    def close(self) -> None:
+        self.inner.close()
