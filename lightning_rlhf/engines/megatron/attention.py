@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_rlhf.engines.megatron.zigzag import natural_order, packed_lengths
-from lightning_rlhf.engines.packed_attention import PackedLayout, packed_attention
+from lightning_rlhf.engines.packed_attention import packed_attention
+from lightning_rlhf.engines.packed_layout import PackedLayout
 
 
 class PackedCoreAttention(nn.Module, ABC):
