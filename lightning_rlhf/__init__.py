@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from lightning_rlhf.data import JSONLPrompts, PromptDataModule, ReasoningGymPrompts
     from lightning_rlhf.modules import GRPO, PPO
-    from lightning_rlhf.strategies import FSDP2RLStrategy, RLStrategy, UlyssesRLStrategy
+    from lightning_rlhf.strategies import FSDP2RLStrategy, MegatronRLStrategy, RLStrategy, UlyssesRLStrategy
 
 _PUBLIC = {
     "DynamicSampling": "lightning_rlhf.callbacks",
@@ -35,6 +35,7 @@ _PUBLIC = {
     "HFExport": "lightning_rlhf.callbacks",
     "HFRollout": "lightning_rlhf.callbacks",
     "JSONLPrompts": "lightning_rlhf.data",
+    "MegatronRLStrategy": "lightning_rlhf.strategies",
     "PPO": "lightning_rlhf.modules",
     "PromptDataModule": "lightning_rlhf.data",
     "RLCheckpoint": "lightning_rlhf.callbacks",
@@ -58,6 +59,7 @@ __all__ = [
     "HFExport",
     "HFRollout",
     "JSONLPrompts",
+    "MegatronRLStrategy",
     "PromptDataModule",
     "RLCheckpoint",
     "RLProgressBar",
