@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_rlhf.batching.checks import check_batch_sizes
 from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step
 from lightning_rlhf.callbacks.on_policy import as_on_policy
+from lightning_rlhf.callbacks.served_rollout import ServerSettings, build_served_engine
 from lightning_rlhf.callbacks.shared_rollout import generate_in_shares
 from lightning_rlhf.callbacks.weight_sync import WeightSync
 from lightning_rlhf.contracts.callback import RLCallback
@@ -273,9 +274,17 @@ class RolloutCallback(RLCallback):
 
 
 class VLLMRollout(RolloutCallback):
-    """Samples with vLLM, one engine inside each training process.
+    """Samples with vLLM: one engine inside each training process, or replicas in processes of their own.
 
     Args:
+        mode: ``"colocated"``, in each training process, or ``"server"``: replicas, which the first rank starts.
+        replicas: with ``"server"``, how many.
+        tensor_parallel_size: devices that share one replica's model.
+        devices: CUDA devices of each replica, one list for each.
+        urls: replicas that run already, instead of starting some.
+        token: that those ask for.
+        in_flight: what new weights do to responses under way: ``"keep"`` or ``"resubmit"``.
+        server: more of ``ServerSettings``, by name.
         dtype: of vLLM's weights, ``"float32"`` or ``"bfloat16"``; None follows ``Trainer(precision=)``.
         max_num_seqs: responses sampled side by side.
         kv_cache_bytes: memory of the key-value cache.
@@ -286,6 +295,14 @@ class VLLMRollout(RolloutCallback):
     def __init__(
         self,
         *,
+        mode: Literal["colocated", "server"] = "colocated",
+        replicas: int = 1,
+        tensor_parallel_size: int = 1,
+        devices: Sequence[Sequence[int]] | None = None,
+        urls: Sequence[str] = (),
+        token: str | None = None,
+        in_flight: Literal["keep", "resubmit"] = "keep",
+        server: dict[str, Any] | None = None,
         dtype: str | None = None,
         max_num_seqs: int = 64,
         kv_cache_bytes: int = 512 * 2**20,
@@ -317,6 +334,23 @@ class VLLMRollout(RolloutCallback):
             weight_sync=weight_sync,
             dynamic_sampling=dynamic_sampling,
         )
+        if mode not in ("colocated", "server"):
+            raise ValueError(f"VLLMRollout(mode={mode!r}): expected 'colocated' or 'server'.")
+        self.server = ServerSettings(
+            replicas=replicas,
+            tensor_parallel_size=tensor_parallel_size,
+            devices=devices,
+            urls=tuple(urls),
+            token=token,
+            in_flight=in_flight,
+            **(server or {}),
+        )
+        if mode == "colocated" and self.server != ServerSettings():
+            raise ValueError(
+                "replicas=, tensor_parallel_size=, devices=, urls=, token=, in_flight= and server= are about "
+                "mode='server'; a colocated engine runs in each training process, on its device."
+            )
+        self.mode = mode
         self.dtype = dtype
         self.max_num_seqs = max_num_seqs
         self.kv_cache_bytes = kv_cache_bytes
@@ -324,18 +358,19 @@ class VLLMRollout(RolloutCallback):
 
     @override
     def build_engine(self, trainer: pl.Trainer, model_directory: str | Path) -> RolloutEngine:
+        arguments: dict[str, Any] = {
+            "dtype": self.dtype or ("bfloat16" if trainer.precision == "bf16-mixed" else "float32"),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "kv_cache_bytes": self.kv_cache_bytes,
+            "seed": self.sampling.seed,
+            "engine_kwargs": self.engine_kwargs,
+        }
+        if self.mode == "server":
+            return build_served_engine(self.server, trainer, model_directory, replica=arguments)
         from lightning_rlhf.rollout.vllm import VLLMEngine
 
-        return VLLMEngine(
-            model_directory,
-            dtype=self.dtype or ("bfloat16" if trainer.precision == "bf16-mixed" else "float32"),
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            kv_cache_bytes=self.kv_cache_bytes,
-            seed=self.sampling.seed,
-            replica_index=trainer.global_rank,
-            engine_kwargs=self.engine_kwargs,
-        )
+        return VLLMEngine(model_directory, replica_index=trainer.global_rank, **arguments)
 
 
 class HFRollout(RolloutCallback):
