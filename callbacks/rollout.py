@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_rlhf.batching.checks import check_batch_sizes
 from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step
+from lightning_rlhf.callbacks.greedy_baseline import add_baselines
 from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.callbacks.served_rollout import ServerSettings, build_served_engine
 from lightning_rlhf.callbacks.shared_rollout import generate_in_shares
@@ -126,9 +127,9 @@ class RolloutCallback(RLCallback):
                 prompts_per_step=datamodule.prompts_per_step,
                 rollouts_per_prompt=self.sampling.n,
                 data_parallel_size=module.actor.data_parallel_size,
-                mini_batch_size=module.mini_batch_size,
                 micro_batch_size=module.actor_config.micro_batch_size,
                 max_tokens_per_micro_batch=module.actor_config.max_tokens_per_micro_batch,
+                **module.mini_batch_sizes,
             )
         elif self.dynamic_sampling is not None:
             raise TypeError(
@@ -198,10 +199,10 @@ class RolloutCallback(RLCallback):
         if self._sync is not None:
             self._sync.ensure_fresh(module, engine)
 
-        def sample(prompts: PromptBatch) -> Rollouts:
+        def sample(prompts: PromptBatch, how: SamplingConfig = sampling) -> Rollouts:
             return generate_in_shares(
                 prompts,
-                lambda share: engine.generate(share, sampling, rl_step=module.rl_step),
+                lambda share: engine.generate(share, how, rl_step=module.rl_step),
                 module.score,
                 group=module.actor.model_parallel_group,
                 device=module.actor.device,
@@ -212,6 +213,8 @@ class RolloutCallback(RLCallback):
                 batch.rollouts = sample(batch)
             else:
                 self._fill_with_signal(trainer, module, batch, sample, dynamic)
+            if sampling is self.sampling and module.needs_baselines:
+                add_baselines(batch, lambda prompts: sample(prompts, self.eval_sampling), module.score)
 
     def _fill_with_signal(
         self,

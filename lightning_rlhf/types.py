@@ -224,6 +224,8 @@ class Rollouts(FlatBatch):
         temperature: sampling temperature, at which all log-probs are meant.
         rewards: ``[B]`` fp32, None before scoring; NaN marks a row whose reward failed.
         reward_components: per sequence, what each of several rewards gave, unweighted; None if there is one alone.
+        baseline_rewards: ``[B]`` fp32, reward of the greedy rollout of the sequence's prompt, NaN where it failed; None
+            if none was sampled.
     """
 
     response_mask: Tensor = _per_token()
@@ -238,6 +240,7 @@ class Rollouts(FlatBatch):
     temperature: float = 1.0
     rewards: Tensor | None = _per_sequence(default=None)
     reward_components: list[dict[str, float]] | None = _per_sequence_list(default=None)
+    baseline_rewards: Tensor | None = _per_sequence(default=None)
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[RolloutSequence], *, temperature: float = 1.0) -> Rollouts:
@@ -304,6 +307,7 @@ class Experience(FlatBatch):
         values: ``[num_tokens]`` fp32, by the critic before the update, or None.
         returns: ``[num_tokens]`` fp32, or None.
         loss_weights: ``[num_tokens]`` fp32, one per token, from the mini-batch's global counts; 0 off the loss mask.
+        selected: ``[num_tokens]`` bool, tokens that a loss treats apart, chosen over the whole mini-batch; or None.
     """
 
     response_mask: Tensor = _per_token()
@@ -318,6 +322,7 @@ class Experience(FlatBatch):
     values: Tensor | None = _per_token(default=None)
     returns: Tensor | None = _per_token(default=None)
     loss_weights: Tensor | None = _per_token(default=None)
+    selected: Tensor | None = _per_token(default=None)
 
 
 @dataclass(kw_only=True)

@@ -74,12 +74,16 @@ def _all_ranks(strategy: RLStrategy, path: Path) -> Iterator[None]:
 
 
 def _trained(strategy: RLStrategy) -> dict[str, BaseEngine]:
-    """The engines whose state a checkpoint holds.
+    """The engines whose state a checkpoint holds: those that train, and a reference that follows the actor.
 
     Raises:
         RuntimeError: if there is none, which would make a checkpoint without a model.
     """
-    trained = {role: engine for role, engine in strategy.engines.items() if engine.optimizer is not None}
+    trained = {
+        role: engine
+        for role, engine in strategy.engines.items()
+        if engine.optimizer is not None or engine.config.changes
+    }
     if not trained:
         raise RuntimeError(
             f"{type(strategy).__name__} knows no trained engine, so a checkpoint would hold no model. Engines are "

@@ -190,7 +190,7 @@ def gdpo(rewards: Tensor, uids: UIDs, *, weights: Sequence[float] | None = None,
     Args:
         rewards: ``[B, K]``, one column per reward; a row with any failed reward gets 0 and belongs to no statistic.
         uids: ``B`` identities of the prompts.
-        weights: ``K`` weights of the sum; None: all 1.
+        weights: ``K`` weights of the sum; None: all 1. A reward of weight 0 neither adds to the sum nor fails a row.
         eps: added to each group's std.
 
     Returns:
@@ -204,9 +204,11 @@ def gdpo(rewards: Tensor, uids: UIDs, *, weights: Sequence[float] | None = None,
     factors = [1.0] * rewards.shape[1] if weights is None else list(weights)
     if len(factors) != rewards.shape[1]:
         raise ValueError(f"{rewards.shape[1]} rewards per rollout but {len(factors)} weights.")
-    failed = ~rewards.isfinite().all(dim=1)
+    used = [k for k, weight in enumerate(factors) if weight != 0]
+    failed = ~rewards[:, used].isfinite().all(dim=1)
     columns = rewards.double().masked_fill(failed[:, None], torch.nan)
-    total = torch.stack([w * grpo(columns[:, k], uids, eps=eps) for k, w in enumerate(factors)]).sum(0)
+    nothing = columns.new_zeros(len(columns))
+    total = torch.stack([nothing, *(factors[k] * grpo(columns[:, k], uids, eps=eps) for k in used)]).sum(0)
     # a group without a difference in any reward is at 0, and the batch's mean is 0 but for rounding
     whitened = _whiten(total, (~failed).double(), 1e-8).masked_fill(total == 0, 0)
     return as_rewards(whitened, rewards.dtype)

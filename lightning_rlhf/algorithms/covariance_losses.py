@@ -190,6 +190,60 @@ def sample_covariance_range(
     return _as_mask(candidates[order[: _count(fraction, int(mask.sum()))]], log_probs)
 
 
+def kl_cov_selection(
+    log_probs: Tensor,
+    old_log_probs: Tensor,  # noqa: ARG001 - selections share one signature
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    generator: torch.Generator,  # noqa: ARG001
+    fraction: float = 0.0002,
+) -> Tensor:
+    """The tokens that ``kl_cov`` penalises in a mini-batch; arguments and result as for ``clip_cov_selection``."""
+    return select_largest_covariance(log_probs, advantages, response_mask, fraction=fraction)
+
+
+def clip_cov_selection(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    generator: torch.Generator,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    fraction: float = 0.0002,
+    covariance_range: tuple[float, float] = (1.0, 5.0),
+) -> Tensor:
+    """The tokens that ``clip_cov`` drops from a mini-batch, among those that the clip leaves alone.
+
+    Args:
+        log_probs: of the whole mini-batch, by the policy as it is before its optimizer step.
+        old_log_probs: same shape.
+        advantages: same shape.
+        response_mask: same shape.
+        generator: source of the choice.
+        clip_low: as for ``clip_cov``, like the next three.
+        clip_high: see there.
+        fraction: see there.
+        covariance_range: see there.
+
+    Returns:
+        bool, in the shape of ``log_probs``.
+    """
+    ratio = PolicyInputs.check(log_probs, old_log_probs, advantages, response_mask, None).ratio
+    clipped = ((advantages < 0) & (ratio < 1 - clip_low)) | ((advantages > 0) & (ratio > 1 + clip_high))
+    return sample_covariance_range(
+        log_probs,
+        advantages,
+        response_mask,
+        fraction=fraction,
+        covariance_range=covariance_range,
+        excluded=clipped,
+        generator=generator,
+    )
+
+
 def _count(fraction: float, num_tokens: int) -> int:
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"fraction must lie between 0 and 1, got {fraction}.")

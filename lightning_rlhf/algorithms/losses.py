@@ -99,6 +99,7 @@ def dapo(
     cu_seqlens: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
+    dual_clip: float | None = None,
 ) -> LossOutput:
     """``ppo_clip`` with DAPO's bounds (arXiv:2503.14476): rare tokens may rise further than common ones may fall.
 
@@ -112,6 +113,7 @@ def dapo(
         cu_seqlens=cu_seqlens,
         clip_low=clip_low,
         clip_high=clip_high,
+        dual_clip=dual_clip,
     )
 
 

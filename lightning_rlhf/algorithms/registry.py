@@ -7,13 +7,17 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from lightning_rlhf.algorithms import advantages, corrections, losses
+from lightning_rlhf.algorithms import advantages, corrections, covariance_losses, losses
 from lightning_rlhf.types import LossOutput
 
 AdvantageEstimator: TypeAlias = Callable[..., Tensor]
-"""``(rewards [B], uids, **arguments) -> [B]``; one with a parameter ``lengths`` is given ``[B]`` response lengths."""
+"""``(rewards [B], uids, **arguments) -> [B]``; given what it has a parameter for: ``lengths [B]`` of responses,
+``baselines [B]``, rewards of greedy rollouts, sampled for it, and ``components [B, K]`` of several rewards."""
 PolicyLoss: TypeAlias = Callable[..., LossOutput]
-"""``(log_probs, old_log_probs, advantages, response_mask, *, cu_seqlens, **arguments) -> LossOutput``."""
+"""``(log_probs, old_log_probs, advantages, response_mask, *, cu_seqlens, **arguments) -> LossOutput``; one that has a
+selection (``token_selection``) is given ``selected`` as well."""
+TokenSelection: TypeAlias = Callable[..., Tensor]
+"""``(log_probs, old_log_probs, advantages, response_mask, *, generator, **arguments) -> bool`` of a mini-batch."""
 Correction: TypeAlias = Callable[..., Tensor]
 """``(log_probs_trainer, rollout_log_probs, mask, **arguments) -> weights``; given ``cu_seqlens`` if it asks for it."""
 
@@ -28,6 +32,8 @@ _ADVANTAGES: dict[str, AdvantageEstimator] = {
     "gpg": advantages.gpg,
     "pass_at_k": advantages.pass_at_k,
     "maxrl": advantages.maxrl,
+    "remax": advantages.remax,
+    "gdpo": advantages.gdpo,
 }
 _POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo_clip": losses.ppo_clip,
@@ -40,6 +46,12 @@ _POLICY_LOSSES: dict[str, PolicyLoss] = {
     "dppo_kl": losses.dppo_kl,
     "gpg": losses.gpg,
     "reinforce": losses.reinforce,
+    "clip_cov": losses.clip_cov,
+    "kl_cov": losses.kl_cov,
+}
+_SELECTIONS: dict[str, TokenSelection] = {
+    "clip_cov": covariance_losses.clip_cov_selection,
+    "kl_cov": covariance_losses.kl_cov_selection,
 }
 _CORRECTIONS: dict[str, Correction] = {
     "token_tis": corrections.token_tis,
@@ -48,12 +60,6 @@ _CORRECTIONS: dict[str, Correction] = {
     "sequence_mask": corrections.sequence_mask,
     "geometric_mask": corrections.geometric_mask,
     "veto": corrections.veto,
-}
-_BY_HAND = {
-    "remax": "it needs the reward of a greedy rollout of each prompt, which is not sampled",
-    "gdpo": "it needs every reward of a rollout apart, and a module knows their sum alone",
-    "clip_cov": "it chooses tokens over the whole mini-batch, and a module's loss sees one micro-batch at a time",
-    "kl_cov": "it chooses tokens over the whole mini-batch, and a module's loss sees one micro-batch at a time",
 }
 
 
@@ -101,6 +107,11 @@ def policy_loss(chosen: str | PolicyLoss) -> PolicyLoss:
     return _look_up(_POLICY_LOSSES, "policy_loss", chosen)
 
 
+def token_selection(chosen: str | PolicyLoss) -> TokenSelection | None:
+    """What chooses the tokens that a policy loss treats apart, over a mini-batch before it is split; or None."""
+    return _SELECTIONS.get(chosen) if isinstance(chosen, str) else None
+
+
 def rollout_correction(chosen: str | Correction) -> Correction | None:
     """The rollout correction of that name, None for ``"none"``; a callable is returned as it is.
 
@@ -132,6 +143,5 @@ def _look_up(known: Mapping[str, T], argument: str, chosen: str | T, *, extra: t
         return chosen
     if chosen not in known:
         names = ", ".join(sorted({*known, *extra}))
-        reason = f": {_BY_HAND[chosen]}" if chosen in _BY_HAND else ""
-        raise ValueError(f"{argument}={chosen!r} is not one of {names}{reason}.")
+        raise ValueError(f"{argument}={chosen!r} is not one of {names}.")
     return known[chosen]

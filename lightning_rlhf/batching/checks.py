@@ -9,6 +9,7 @@ def check_batch_sizes(
     rollouts_per_prompt: int,
     data_parallel_size: int,
     mini_batch_size: int | None = None,
+    critic_mini_batch_size: int | None = None,
     micro_batch_size: int | None = None,
     max_tokens_per_micro_batch: int | None = None,
 ) -> None:
@@ -24,6 +25,7 @@ def check_batch_sizes(
         rollouts_per_prompt: size of a group.
         data_parallel_size: ranks that hold different rows.
         mini_batch_size: rollouts of one optimizer step over all ranks; None takes the step's.
+        critic_mini_batch_size: the same for the critic; None takes ``mini_batch_size``.
         micro_batch_size: rollouts of one forward-backward on one rank; None takes the rank's whole share.
         max_tokens_per_micro_batch: tokens of one forward-backward on one rank.
 
@@ -35,6 +37,7 @@ def check_batch_sizes(
         "rollouts_per_prompt": rollouts_per_prompt,
         "data_parallel_size": data_parallel_size,
         "mini_batch_size": mini_batch_size,
+        "critic_mini_batch_size": critic_mini_batch_size,
         "micro_batch_size": micro_batch_size,
         "max_tokens_per_micro_batch": max_tokens_per_micro_batch,
     }
@@ -49,9 +52,10 @@ def check_batch_sizes(
             f"rank samples for the same number of prompts. Use {fitting}."
         )
     num_rollouts = prompts_per_step * rollouts_per_prompt
-    if mini_batch_size is None:
-        mini_batch_size = num_rollouts
-    _check_mini_batch(mini_batch_size, num_rollouts, data_parallel_size, prompts_per_step, rollouts_per_prompt)
+    own = num_rollouts if mini_batch_size is None else mini_batch_size
+    critic = own if critic_mini_batch_size is None else critic_mini_batch_size
+    for name, size in {"mini_batch_size": own, "critic_mini_batch_size": critic}.items():
+        _check_mini_batch(name, size, num_rollouts, data_parallel_size, prompts_per_step, rollouts_per_prompt)
     if micro_batch_size is None:
         return
     if max_tokens_per_micro_batch is not None:
@@ -59,31 +63,28 @@ def check_batch_sizes(
             f"micro_batch_size={micro_batch_size} and max_tokens_per_micro_batch={max_tokens_per_micro_batch} both cut "
             "micro-batches. Set one of them to null."
         )
-    share = mini_batch_size // data_parallel_size
+    share = own // data_parallel_size
     if micro_batch_size > share:
         raise ValueError(
             f"micro_batch_size={micro_batch_size} is larger than a rank's share of the mini-batch, which is "
-            f"mini_batch_size={mini_batch_size} / {data_parallel_size} data-parallel ranks = {share} rollouts. "
+            f"mini_batch_size={own} / {data_parallel_size} data-parallel ranks = {share} rollouts. "
             f"Use micro_batch_size={share} or less, or mini_batch_size={micro_batch_size * data_parallel_size} or more."
         )
 
 
-def _check_mini_batch(size: int, num_rollouts: int, data_parallel_size: int, prompts: int, group: int) -> None:
+def _check_mini_batch(
+    name: str, size: int, num_rollouts: int, data_parallel_size: int, prompts: int, group: int
+) -> None:
     step = f"{num_rollouts} rollouts of a step ({prompts} prompts x {group} rollouts)"
     fitting = [n for n in range(data_parallel_size, num_rollouts + 1, data_parallel_size) if num_rollouts % n == 0]
-    remedy = f"mini_batch_size counts rollouts over all ranks; use one of {', '.join(map(str, fitting))}."
+    remedy = f"{name} counts rollouts over all ranks; use one of {', '.join(map(str, fitting))}."
     if size > num_rollouts:
-        raise ValueError(f"mini_batch_size={size} is larger than the {step}. {remedy}")
+        raise ValueError(f"{name}={size} is larger than the {step}. {remedy}")
     if size < data_parallel_size:
         raise ValueError(
-            f"mini_batch_size={size} leaves some of the {data_parallel_size} data-parallel ranks without a rollout. "
-            f"{remedy}"
+            f"{name}={size} leaves some of the {data_parallel_size} data-parallel ranks without a rollout. {remedy}"
         )
     if num_rollouts % size:
-        raise ValueError(
-            f"mini_batch_size={size} does not divide the {step}: {num_rollouts % size} would be lost. {remedy}"
-        )
+        raise ValueError(f"{name}={size} does not divide the {step}: {num_rollouts % size} would be lost. {remedy}")
     if size % data_parallel_size:
-        raise ValueError(
-            f"mini_batch_size={size} does not divide over {data_parallel_size} data-parallel ranks. {remedy}"
-        )
+        raise ValueError(f"{name}={size} does not divide over {data_parallel_size} data-parallel ranks. {remedy}")

@@ -37,7 +37,8 @@ def gather_row_facts(
     payload = json.dumps([dataclasses.astuple(fact) for fact in local]).encode()
     names = [spec.name for spec in dataclasses.fields(RowFact)]
     parts = all_gather_bytes(payload, group=group, device=device)
-    return [RowFact(**dict(zip(names, row, strict=True))) for part in parts for row in json.loads(part)]
+    rows = [dict(zip(names, row, strict=True)) for part in parts for row in json.loads(part)]
+    return [RowFact(**{**row, "components": tuple(row["components"])}) for row in rows]
 
 
 def assert_same_plan(

@@ -34,6 +34,9 @@ class RowFact:
         skipped: whether it has no response of the policy's own choice: never sent to the engine, dropped, or aborted.
         rank: data-parallel rank that sampled it.
         row: its index on that rank.
+        baseline: reward of its prompt's greedy rollout; None if it failed or none was sampled.
+        components: what each of several rewards gave, in the order of the rewards; None for one that failed. Empty for
+            a single reward.
     """
 
     uid: str
@@ -46,6 +49,8 @@ class RowFact:
     skipped: bool
     rank: int
     row: int
+    baseline: float | None = None
+    components: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

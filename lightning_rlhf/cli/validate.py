@@ -241,6 +241,7 @@ def _size_problems(values: dict[str, Any]) -> list[str]:
             rollouts_per_prompt=group,
             data_parallel_size=ranks,
             mini_batch_size=values.get("algorithm.mini_batch_size"),
+            critic_mini_batch_size=values.get("algorithm.critic_mini_batch_size"),
             micro_batch_size=values.get("algorithm.micro_batch_size"),
             max_tokens_per_micro_batch=values.get("algorithm.max_tokens_per_micro_batch"),
         )

@@ -64,6 +64,8 @@ class EngineConfig:
         compute_dtype: dtype of the forward and backward; parameters and optimizer stay fp32.
         gradient_checkpointing: recompute each layer's activations in the backward.
         logits_chunk_size: tokens whose logits are held at a time.
+        changes: whether parameters change without an optimizer, so that checkpoints hold them: a reference that follows
+            the actor.
         share_prompts: computes the tokens that rollouts of one prompt begin with once in a micro-batch, instead of
             once for each. Exact but for rounding, and off by default: it gains where prompts are long beside the
             responses, and not every back end has it.
@@ -82,6 +84,7 @@ class EngineConfig:
     compute_dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
     logits_chunk_size: int = 512
+    changes: bool = False
     share_prompts: bool = False
 
     def __post_init__(self) -> None:

@@ -53,6 +53,24 @@ def check_policy_loss(
     check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
 
 
+def check_reference(*, kl_coef: float, every: int | None, share: float) -> None:
+    """What a reference that follows the actor asks of its arguments.
+
+    Raises:
+        ValueError: naming the argument, what it is, and what it may be.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"reference_share must lie above 0 and at most at 1, which copies the actor; got {share}.")
+    if every is None:
+        if share != 1:
+            raise ValueError(f"reference_share={share} without reference_every: say after how many RL steps it moves.")
+        return
+    if every < 1:
+        raise ValueError(f"reference_every must be at least 1 RL step, got {every}; None keeps the reference.")
+    if kl_coef == 0:
+        raise ValueError(f"reference_every={every} moves a reference that kl_coef=0 does not keep. Set kl_coef.")
+
+
 def check_overlong(max_tokens: int | None, cache_tokens: int | None) -> None:
     """What DAPO's soft overlong penalty asks of its two lengths: both, or neither.
 

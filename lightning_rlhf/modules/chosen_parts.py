@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rlhf.algorithms.advantages import gdpo
 from lightning_rlhf.algorithms.registry import (
     AdvantageEstimator,
     Correction,
     PolicyLoss,
+    TokenSelection,
     advantage_estimator,
     policy_loss,
     rollout_correction,
+    token_selection,
 )
 
 
@@ -53,13 +56,69 @@ def chosen_policy_loss(
     return bound
 
 
-def chosen_advantage(
-    chosen: str | AdvantageEstimator, *, normalize_std: bool, arguments: Mapping[str, Any] | None
-) -> Callable[[Tensor, list[str], Tensor], Tensor]:
-    """The estimator as ``(rewards, uids, lengths) -> advantages``, its arguments bound.
+def chosen_selection(chosen: str | PolicyLoss, loss: PolicyLoss) -> TokenSelection | None:
+    """What chooses the tokens that the loss treats apart, with those of the loss's arguments that it takes; or None.
 
     Args:
-        chosen: a known name or a callable; one with a parameter ``lengths`` is given them.
+        chosen: the loss's name, or a callable, which has no selection.
+        loss: as ``chosen_policy_loss`` has bound it.
+    """
+    selection = token_selection(chosen)
+    if selection is None:
+        return None
+    takes = inspect.signature(selection).parameters
+    given: Mapping[str, Any] = getattr(loss, "keywords", {})
+    return partial(selection, **{name: value for name, value in given.items() if name in takes})
+
+
+class ChosenAdvantage:
+    """An estimator with its arguments bound, called with what a step knows; see ``chosen_advantage``.
+
+    Attributes:
+        needs_baselines: whether it reads rewards of greedy rollouts.
+        needs_components: whether it reads several rewards apart.
+    """
+
+    def __init__(self, estimator: AdvantageEstimator, bound: Callable[..., Any]) -> None:
+        takes = inspect.signature(estimator).parameters
+        self._bound = bound
+        self._by_column = estimator is gdpo
+        self._needs = frozenset(takes) & {"lengths", "baselines", "components"}
+        self.needs_baselines = "baselines" in self._needs
+        self.needs_components = self._by_column or "components" in self._needs
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        uids: list[str],
+        lengths: Tensor,
+        *,
+        baselines: Tensor | None = None,
+        components: Tensor | None = None,
+    ) -> Tensor:
+        """Advantages ``[B]``.
+
+        Args:
+            rewards: ``[B]``, NaN where a row does not train.
+            uids: ``B`` identities of the prompts.
+            lengths: ``[B]`` response tokens.
+            baselines: ``[B]`` rewards of greedy rollouts.
+            components: ``[B, K]``, a column for each reward.
+        """
+        known = {"lengths": lengths, "baselines": baselines, "components": components}
+        first = components if self._by_column else rewards
+        advantages: Tensor = self._bound(first, uids, **{name: known[name] for name in self._needs})
+        return advantages
+
+
+def chosen_advantage(
+    chosen: str | AdvantageEstimator, *, normalize_std: bool, arguments: Mapping[str, Any] | None
+) -> ChosenAdvantage:
+    """The estimator with its arguments bound.
+
+    Args:
+        chosen: a known name or a callable; one with a parameter ``lengths``, ``baselines`` or ``components`` is given
+            them.
         normalize_std: given to an estimator that takes it; False is refused for any other.
         arguments: what else the estimator takes.
 
@@ -67,19 +126,12 @@ def chosen_advantage(
         ValueError: for an unknown name or an argument that the estimator does not take.
     """
     estimator = advantage_estimator(chosen)
-    takes = inspect.signature(estimator).parameters
     given: dict[str, Any] = dict(arguments or {})
-    if "normalize_std" in takes:
+    if "normalize_std" in inspect.signature(estimator).parameters:
         given.setdefault("normalize_std", normalize_std)
     elif not normalize_std:
         raise ValueError(f"normalize_std=False means nothing to advantage={_named(chosen)}: it has no such division.")
-    bound = _bind("advantage", chosen, estimator, given)
-
-    def estimate(rewards: Tensor, uids: list[str], lengths: Tensor) -> Tensor:
-        advantages: Tensor = bound(rewards, uids, **({"lengths": lengths} if "lengths" in takes else {}))
-        return advantages
-
-    return estimate
+    return ChosenAdvantage(estimator, _bind("advantage", chosen, estimator, given))
 
 
 def chosen_correction(chosen: str | Correction, arguments: Mapping[str, Any] | None) -> Correction | None:
@@ -118,7 +170,7 @@ def _bind(argument: str, chosen: str | Callable[..., Any], function: Callable[..
     return partial(function, **given)
 
 
-_FROM_THE_STEP = ("cu_seqlens", "lengths")
+_FROM_THE_STEP = ("cu_seqlens", "lengths", "baselines", "components", "selected", "generator")
 """Arguments that a step's data gives, not the user."""
 
 

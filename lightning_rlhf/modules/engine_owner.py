@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -17,11 +18,15 @@ from lightning_rlhf.contracts.engine import (
     EngineConfig,
     EngineHost,
     EngineRegistry,
+    LossFunction,
     OptimizerStepResult,
     compute_dtype_of,
 )
 from lightning_rlhf.engines.optimizer import EngineOptimizer
-from lightning_rlhf.types import Role
+from lightning_rlhf.metrics import Metric, compute_metrics, merge_metrics
+from lightning_rlhf.modules.step_data import StepData
+from lightning_rlhf.modules.step_record import StepRecord
+from lightning_rlhf.types import Experience, Role
 
 _OTHER_STRATEGY = (
     "The module was used with another strategy before: its {engine} does not fit {strategy}. Start from a new module "
@@ -29,7 +34,7 @@ _OTHER_STRATEGY = (
 )
 
 
-class EngineOwner(pl.LightningModule):
+class EngineOwner(StepRecord):
     """Holds one trained engine per role, each with an optimizer that Lightning steps and counts.
 
     Attributes:
@@ -110,6 +115,36 @@ class EngineOwner(pl.LightningModule):
                     callback.on_after_optimizer_step(self.trainer, self, step)
 
         return announce
+
+    def train_engine(self, role: Role, data: StepData, loss_function: LossFunction, *, epochs: int) -> dict[str, float]:
+        """One optimizer step per mini-batch and epoch; returns their metrics, joined as each declares. Collective."""
+        num_steps = epochs * data.num_trained
+        untrained = epochs * len(data.plan.mini_batches) - num_steps
+        engine, history = self._engines[role], []
+        for index, mini_batch in enumerate(data.mini_batches(epochs=epochs)):
+            self._step_index, self._step_is_last = index, index == num_steps - 1
+            engine.train_batch(self.before_train_batch(role, index, mini_batch), loss_function)
+            history.append(engine.last_metrics)
+        if untrained:
+            rank_zero_warn(
+                f"RL step {self.rl_step}: {untrained} mini-batch(es) had no row with a reward to train on, and no step."
+            )
+            history.append({"skipped_steps": Metric.sum(torch.tensor(float(untrained)))})
+        if not num_steps:  # a mean over no step; among steps that were taken these zeros would count as losses
+            history.append({name: Metric.of(torch.tensor(0.0)) for name in ("loss", "grad_norm")})
+        # a loss names its own metrics bare; one with a slash says itself what it is about
+        metrics = compute_metrics(merge_metrics(history))
+        return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
+
+    def before_train_batch(self, role: Role, index: int, mini_batch: Experience) -> Experience:
+        """Adds what a loss needs of a whole mini-batch, before the engine cuts it. Collective.
+
+        Args:
+            role: whose mini-batch it is.
+            index: which optimizer step of this role in the RL step, from 0.
+            mini_batch: this rank's rows.
+        """
+        return mini_batch
 
     @override
     def on_train_start(self) -> None:

@@ -16,9 +16,11 @@ from lightning_rlhf.algorithms.registry import AdvantageEstimator, Correction, P
 from lightning_rlhf.contracts.engine import LRScheduleFactory, OptimizerFactory
 from lightning_rlhf.modules.arguments import check_overlong
 from lightning_rlhf.modules.chosen_parts import chosen_advantage
-from lightning_rlhf.modules.clipped_policy import ClippedPolicyModule, OldLogProbs
+from lightning_rlhf.modules.clipped_policy import ClippedPolicyModule, KLPlace, OldLogProbs
+from lightning_rlhf.modules.compat import Choices, Compat, as_in
 from lightning_rlhf.modules.step_data import StepData
-from lightning_rlhf.rewards import RewardFunction, soft_overlong_penalty
+from lightning_rlhf.modules.token_advantages import sum_over_rows
+from lightning_rlhf.rewards import RewardFunction, WeightedRewards, soft_overlong_penalty
 from lightning_rlhf.types import Rollouts
 
 
@@ -53,11 +55,18 @@ class GRPO(ClippedPolicyModule):
         aggregation: how per-token terms become one loss.
         norm_length: tokens; Dr.GRPO's constant, usually the rollout's ``max_new_tokens``.
         kl_coef: weight of the KL to the frozen starting model; 0 keeps no reference.
+        kl_in: ``"loss"`` adds it to the actor's loss; ``"reward"`` takes it off the rewards, summed over the
+            response, before advantages are estimated.
         kl_estimator: how that KL is estimated.
         kl_target: nats per token; steers ``kl_coef`` so that the KL comes near it, see ``algorithms.kl_controller``;
             None keeps ``kl_coef``.
         kl_horizon: rollouts in which that changes ``kl_coef`` by some 20 %.
+        reference_every: RL steps after which the reference moves to the actor; None keeps the starting model.
+        reference_share: how far it moves, above 0: 1 copies the actor, less is one step of a moving average.
         entropy_coef: weight of the entropy of the policy's distributions, which is rewarded; 0 switches it off.
+        entropy_target: nats per token; steers ``entropy_coef`` so that the entropy does not fall below it, see
+            ``algorithms.entropy_controller``; None keeps ``entropy_coef``.
+        entropy_step: how much ``entropy_coef`` then changes in an RL step.
         num_epochs: passes over the rollouts of one RL step.
         mini_batch_size: rollouts in one optimizer step, over all ranks; None takes all of an RL step.
         micro_batch_size: sequences in one forward-backward on one rank.
@@ -69,6 +78,8 @@ class GRPO(ClippedPolicyModule):
         overlong_max_tokens: DAPO's soft overlong penalty takes 1 off the reward of a training response of this length,
             see ``rewards.soft_overlong_penalty``; None takes nothing off.
         overlong_cache_tokens: tokens before that length over which the penalty grows from 0.
+        compat: ``"verl"`` or ``"trl"`` takes that library's choice where libraries disagree and no other argument says
+            otherwise, see ``docs/algorithms.md``.
         max_rl_steps: RL steps after which training ends; None leaves it to the Trainer.
         seed: draws the mini-batches.
     """
@@ -95,10 +106,15 @@ class GRPO(ClippedPolicyModule):
         aggregation: AggregationMode = "token-mean",
         norm_length: int | None = None,
         kl_coef: float = 0.0,
+        kl_in: KLPlace = "loss",
         kl_estimator: KLEstimator = "k3",
         kl_target: float | None = None,
         kl_horizon: int = 10_000,
+        reference_every: int | None = None,
+        reference_share: float = 1.0,
         entropy_coef: float = 0.0,
+        entropy_target: float | None = None,
+        entropy_step: float = 0.005,
         num_epochs: int = 1,
         mini_batch_size: int | None = None,
         micro_batch_size: int | None = None,
@@ -109,27 +125,41 @@ class GRPO(ClippedPolicyModule):
         mask_truncated: bool = False,
         overlong_max_tokens: int | None = None,
         overlong_cache_tokens: int | None = None,
+        compat: Compat | None = None,
         max_rl_steps: int | None = None,
         seed: int = 0,
     ) -> None:
-        estimator = chosen_advantage(advantage, normalize_std=normalize_std, arguments=advantage_args)
+        said = Choices(advantage_args=advantage_args or {}, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+        choices = as_in(compat, said, advantage=advantage, policy_loss=policy_loss)
+        arguments = _with_weights(advantage, choices.advantage_args, reward)
+        estimator = chosen_advantage(advantage, normalize_std=normalize_std, arguments=arguments)
         check_overlong(overlong_max_tokens, overlong_cache_tokens)
+        if estimator.needs_components and (overlong_max_tokens is not None or kl_in == "reward"):
+            raise ValueError(
+                f"advantage={advantage!r} normalises each reward apart, and the overlong penalty and kl_in='reward' "
+                "change their sum alone. Give the penalty as a reward of its own, and kl_in='loss'."
+            )
         super().__init__(
             model=model,
             reward=reward,
             optimizer=optimizer,
             lr_schedule=lr_schedule,
             tokenizer=tokenizer,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
+            clip_low=choices.clip_low,
+            clip_high=choices.clip_high,
+            dual_clip=choices.dual_clip,
             aggregation=aggregation,
             norm_length=norm_length,
             kl_coef=kl_coef,
+            kl_in=kl_in,
             kl_estimator=kl_estimator,
             kl_target=kl_target,
             kl_horizon=kl_horizon,
+            reference_every=reference_every,
+            reference_share=reference_share,
             entropy_coef=entropy_coef,
+            entropy_target=entropy_target,
+            entropy_step=entropy_step,
             num_epochs=num_epochs,
             mini_batch_size=mini_batch_size,
             micro_batch_size=micro_batch_size,
@@ -150,9 +180,32 @@ class GRPO(ClippedPolicyModule):
         self.overlong_max_tokens, self.overlong_cache_tokens = overlong_max_tokens, overlong_cache_tokens
         self._estimator = estimator
 
+    @property
     @override
-    def estimate_advantages(self, rewards: Tensor, uids: list[str], lengths: Tensor) -> Tensor:
-        return self._estimator(rewards, uids, lengths)
+    def needs_baselines(self) -> bool:
+        return self._estimator.needs_baselines
+
+    @override
+    def estimate_advantages(
+        self,
+        rewards: Tensor,
+        uids: list[str],
+        lengths: Tensor,
+        *,
+        baselines: Tensor | None = None,
+        components: Tensor | None = None,
+    ) -> Tensor:
+        return self._estimator(rewards, uids, lengths, baselines=baselines, components=components)
+
+    @override
+    def rewards_of_rows(self, data: StepData) -> Tensor:
+        """Rewards, less the KL to the reference summed over each response if it is in the reward. Collective."""
+        penalties = self.kl_penalties(data.experience)
+        if penalties is None:
+            return data.rewards
+        over_all = sum_over_rows(data, penalties, self.actor)
+        self.note_metrics({"reward/kl_penalty": float(over_all.mean())})
+        return data.rewards - over_all.float()
 
     @override
     def make_experience(self, rollouts: Rollouts, rewards: Tensor) -> StepData:
@@ -169,3 +222,12 @@ class GRPO(ClippedPolicyModule):
         if self.overlong_max_tokens is None or self.overlong_cache_tokens is None:
             return None
         return soft_overlong_penalty(lengths, self.overlong_max_tokens, self.overlong_cache_tokens)
+
+
+def _with_weights(
+    advantage: str | AdvantageEstimator, arguments: Mapping[str, Any], reward: RewardFunction
+) -> Mapping[str, Any]:
+    """``gdpo`` weighs the rewards as their list does, unless told otherwise."""
+    if advantage != "gdpo" or not isinstance(reward, WeightedRewards) or "weights" in arguments:
+        return arguments
+    return {**arguments, "weights": [weight for _, weight in reward.rewards]}

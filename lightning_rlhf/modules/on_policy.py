@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +21,16 @@ from lightning_rlhf.contracts.callback import RNG_STATE_KEY
 from lightning_rlhf.contracts.engine import (
     BaseEngine,
     EngineConfig,
-    LossFunction,
     LRScheduleFactory,
     OptimizerFactory,
 )
-from lightning_rlhf.metrics import Metric, compute_metrics, merge_metrics
 from lightning_rlhf.modules.arguments import check_arguments
 from lightning_rlhf.modules.engine_owner import EngineOwner
 from lightning_rlhf.modules.step_data import StepData, build_step_data
 from lightning_rlhf.modules.step_metrics import rollout_metrics
 from lightning_rlhf.rewards import RewardFunction, score
 from lightning_rlhf.rng import capture_rng, restore_rng
-from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, PromptBatch, Role, Rollouts
+from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, PromptBatch, Rollouts
 
 COUNTERS_KEY = "lightning_rlhf"
 
@@ -124,26 +120,49 @@ class OnPolicyModule(EngineOwner):
         self.step_data: StepData | None = None
         self._tokenizer = tokenizer
         self._reference: BaseEngine | None = None
-        self._timings: dict[str, float] = {}
-        self._timed_inside: list[float] = []
-        self._noted: dict[str, float] = {}
         self._rng_to_restore: dict[str, Any] | None = None
 
     # --- what an algorithm is -----------------------------------------------------------------------------------
 
-    def estimate_advantages(self, rewards: Tensor, uids: list[str], lengths: Tensor) -> Tensor:
-        """Advantages ``[B]`` of all ranks' rows, from their rewards (NaN: left out), groups and response lengths.
+    def estimate_advantages(
+        self,
+        rewards: Tensor,
+        uids: list[str],
+        lengths: Tensor,
+        *,
+        baselines: Tensor | None = None,
+        components: Tensor | None = None,
+    ) -> Tensor:
+        """Advantages ``[B]`` of all ranks' rows.
 
         An algorithm whose advantages differ from token to token overrides ``add_advantages`` instead.
+
+        Args:
+            rewards: ``[B]``, NaN where a row does not train.
+            uids: ``B`` identities of the prompts.
+            lengths: ``[B]`` response tokens.
+            baselines: ``[B]`` rewards of the prompts' greedy rollouts.
+            components: ``[B, K]``, a column for each of several rewards.
         """
         raise NotImplementedError(f"{type(self).__name__} must define estimate_advantages or add_advantages.")
 
     def add_advantages(self, data: StepData) -> StepData:
         """Fills in ``experience.advantages``; here each token gets its rollout's. Collective."""
         experience = data.experience
-        per_row = data.own_rows(self.estimate_advantages(data.rewards, data.uids, data.response_lengths))
+        over_all = self.estimate_advantages(
+            self.rewards_of_rows(data),
+            data.uids,
+            data.response_lengths,
+            baselines=data.baselines,
+            components=data.components,
+        )
+        per_row = data.own_rows(over_all)
         advantages = per_row[experience.sequence_ids] * experience.loss_mask
         return dataclasses.replace(data, experience=dataclasses.replace(experience, advantages=advantages))
+
+    def rewards_of_rows(self, data: StepData) -> Tensor:
+        """``[B]`` of all ranks' rows, which advantages are estimated from; NaN: does not train. Collective."""
+        return data.rewards
 
     @abstractmethod
     def policy_loss(self, outputs: ModelOutputs, micro_batch: Experience) -> LossOutput:
@@ -155,9 +174,24 @@ class OnPolicyModule(EngineOwner):
         return False
 
     @property
+    def reference_moves(self) -> bool:
+        """Whether the reference changes over the run, so that checkpoints hold it."""
+        return False
+
+    @property
     def uses_old_log_probs(self) -> bool:
         """Whether the log-probs before the update are read for more than the ratio of a later update."""
         return False
+
+    @property
+    def needs_baselines(self) -> bool:
+        """Whether the rollout callback samples a greedy rollout of each prompt and scores it as a baseline."""
+        return False
+
+    @property
+    def mini_batch_sizes(self) -> dict[str, int | None]:
+        """Rollouts in one optimizer step of each trained engine, by the argument's name."""
+        return {"mini_batch_size": self.mini_batch_size}
 
     @property
     def old_log_probs_are_rollouts(self) -> bool:
@@ -230,37 +264,16 @@ class OnPolicyModule(EngineOwner):
     def update(self, data: StepData) -> dict[str, float]:
         """Trains the actor on the experience; returns its metrics. Collective."""
         with self.timed("update"):
-            return self.train_engine("actor", data.in_mini_batches(self.mini_batch_size), self.policy_loss)
-
-    def train_engine(self, role: Role, data: StepData, loss_function: LossFunction) -> dict[str, float]:
-        """One optimizer step per mini-batch and epoch; returns their metrics, joined as each declares. Collective."""
-        num_steps = self.num_epochs * data.num_trained
-        untrained = self.num_epochs * len(data.plan.mini_batches) - num_steps
-        engine, history = self._engines[role], []
-        for index, mini_batch in enumerate(data.mini_batches(epochs=self.num_epochs)):
-            self._step_index, self._step_is_last = index, index == num_steps - 1
-            engine.train_batch(mini_batch, loss_function)
-            history.append(engine.last_metrics)
-        if untrained:
-            rank_zero_warn(
-                f"RL step {self.rl_step}: {untrained} mini-batch(es) had no row with a reward to train on, and no step."
+            return self.train_engine(
+                "actor", data.in_mini_batches(self.mini_batch_size), self.policy_loss, epochs=self.num_epochs
             )
-            history.append({"skipped_steps": Metric.sum(torch.tensor(float(untrained)))})
-        if not num_steps:  # a mean over no step; among steps that were taken these zeros would count as losses
-            history.append({name: Metric.of(torch.tensor(0.0)) for name in ("loss", "grad_norm")})
-        # a loss names its own metrics bare; one with a slash says itself what it is about
-        metrics = compute_metrics(merge_metrics(history))
-        return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
 
     def finish_step(self, *parts: Mapping[str, float]) -> None:
         """Counts the RL step, and hands its metrics to callbacks and loggers."""
-        times = {f"time/{name}": seconds for name, seconds in self._timings.items()}
         self.rl_step += 1
         counters = {"rl_step": float(self.rl_step), "policy_version": float(self.policy_version)}
-        every_part = (*parts, self._noted, times, counters)
+        every_part = (*parts, *self.take_record(), counters)
         self.last_metrics = {name: value for part in every_part for name, value in part.items()}
-        self._timings.clear()
-        self._noted.clear()
         self.log_dict(self.last_metrics, logger=False, batch_size=1)
         for logger in self.trainer.loggers:
             logger.log_metrics(self.last_metrics, step=self.rl_step)
@@ -307,6 +320,13 @@ class OnPolicyModule(EngineOwner):
         return self._engines["actor"]
 
     @property
+    def reference(self) -> BaseEngine:
+        """The engine of the model that the KL is measured against."""
+        if self._reference is None:
+            raise RuntimeError("There is no reference: kl_coef is 0, or Trainer.fit, validate or test has not begun.")
+        return self._reference
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded on first use."""
         if self._tokenizer is None and isinstance(self.actor_config.model, nn.Module):
@@ -320,11 +340,17 @@ class OnPolicyModule(EngineOwner):
     @override
     def configure_model(self) -> None:
         if self.has_engines():
+            if self._reference is not None:
+                self._check_engine("reference", self._reference)
             return
         if self.uses_reference:
             # first: the actor's engine may shard in place the very module that the reference is copied from
-            reference = dataclasses.replace(self.actor_config, role="reference", optimizer=None, lr_schedule=None)
+            reference = dataclasses.replace(
+                self.actor_config, role="reference", optimizer=None, lr_schedule=None, changes=self.reference_moves
+            )
             self._reference = self.create_engine("language_model", reference)
+            if self.reference_moves:
+                self.engine_modules["reference"] = self._reference.module
         self.add_trained_engine("language_model", self.actor_config)
 
     # --- Trainer hooks ------------------------------------------------------------------------------------------
@@ -339,9 +365,7 @@ class OnPolicyModule(EngineOwner):
 
     @override
     def on_validation_end(self) -> None:
-        # what a validation took is no part of the next RL step
-        self._timings.clear()
-        self._noted.clear()
+        self.take_record()  # what a validation took is no part of the next RL step
 
     @override
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> int | None:
@@ -356,24 +380,6 @@ class OnPolicyModule(EngineOwner):
     @override
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         self.step_data = None  # callbacks have seen it; the next rollout may need the memory
-
-    def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Adds a callback's metrics to those of the RL step under way; a later value of a name replaces an earlier."""
-        self._noted.update(metrics)
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Adds the body's wall time to this RL step's ``time/<name>``, in seconds, without what is timed inside it."""
-        start = time.perf_counter()
-        self._timed_inside.append(0.0)
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - start
-            own = elapsed - self._timed_inside.pop()
-            self._timings[name] = self._timings.get(name, 0.0) + own
-            if self._timed_inside:
-                self._timed_inside[-1] += elapsed
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -49,6 +49,22 @@ class StepData:
         return torch.tensor(rewards, dtype=torch.float32)
 
     @property
+    def baselines(self) -> Tensor:
+        """``[B]`` fp32 of all ranks' rows: reward of the prompt's greedy rollout; NaN where there is none."""
+        return _as_tensor([fact.baseline for fact in self.plan.facts])
+
+    @property
+    def components(self) -> Tensor:
+        """``[B, K]`` fp32 of all ranks' rows, a column for each reward; a row that does not train is NaN.
+
+        A single reward is its own column.
+        """
+        rewards = self.rewards
+        columns = [_as_tensor(list(parts)) for parts in zip(*(f.components for f in self.plan.facts), strict=True)]
+        matrix = torch.stack(columns, dim=1) if columns else rewards[:, None]
+        return matrix.masked_fill(rewards.isnan()[:, None], math.nan)
+
+    @property
     def response_lengths(self) -> Tensor:
         """``[B]`` int64 of all ranks' rows, in the order of the plan: tokens sampled by the policy. On the host."""
         return torch.tensor([fact.num_response_tokens for fact in self.plan.facts], dtype=torch.int64)
@@ -102,10 +118,13 @@ def row_facts(rollouts: Rollouts, rewards: Tensor, *, mask_truncated: bool, rank
     facts = []
     # read once: each of these properties goes over every token
     lengths, response_lengths = rollouts.lengths.tolist(), rollouts.response_lengths.tolist()
+    baselines = None if rollouts.baseline_rewards is None else rollouts.baseline_rewards.tolist()
     for row, reward in enumerate(rewards.tolist()):
         truncated = rollouts.finish_reasons[row] == "length"
         skipped = rollouts.finish_reasons[row] in ("skipped", "abort")
         known = math.isfinite(reward) and not skipped
+        baseline = None if baselines is None else baselines[row]
+        components = {} if rollouts.reward_components is None else rollouts.reward_components[row]
         trains = known and not (truncated and mask_truncated)
         facts.append(
             RowFact(
@@ -119,9 +138,19 @@ def row_facts(rollouts: Rollouts, rewards: Tensor, *, mask_truncated: bool, rank
                 skipped=skipped,
                 rank=rank,
                 row=row,
+                baseline=_known(baseline),
+                components=tuple(_known(value) for value in components.values()),
             )
         )
     return facts
+
+
+def _known(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _as_tensor(values: list[float | None]) -> Tensor:
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
 
 
 def build_step_data(

@@ -11,6 +11,7 @@ from lightning_rlhf.algorithms.gae import gae
 from lightning_rlhf.batching.packing import flat_to_padded, padded_to_flat, real_slots
 from lightning_rlhf.contracts.engine import BaseEngine
 from lightning_rlhf.metrics import Metric, reduce_metrics
+from lightning_rlhf.modules.step_data import StepData
 from lightning_rlhf.types import Experience
 
 
@@ -50,6 +51,26 @@ def token_advantages(
         return values.new_zeros(len(values)).masked_scatter(mask, padded_to_flat(padded, counts))
 
     return at_tokens(found[0]), at_tokens(found[1])
+
+
+def sum_over_rows(data: StepData, per_token: Tensor, engine: BaseEngine) -> Tensor:
+    """Each row's sum of a per-token value of this rank's rows, for all ranks' rows. Collective.
+
+    Args:
+        data: gives rows and plan.
+        per_token: ``[num_tokens]`` of this rank.
+        engine: gives the data-parallel group.
+
+    Returns:
+        ``[B]`` float64 of all ranks' rows, in the order of the plan, on the host.
+    """
+    experience = data.experience
+    own = torch.zeros(len(experience), dtype=torch.float64, device=per_token.device)
+    own.index_add_(0, experience.sequence_ids, per_token.detach().double())
+    over_all = torch.zeros(len(data.plan.facts), dtype=torch.float64, device=per_token.device)
+    over_all[torch.tensor(data.plan.rows_of_rank(data.rank), dtype=torch.int64, device=per_token.device)] = own
+    _all_reduce(over_all, engine, dist.ReduceOp.SUM)
+    return over_all.cpu()
 
 
 def whiten_over_ranks(advantages: Tensor, mask: Tensor, engine: BaseEngine, *, eps: float = 1e-8) -> Tensor:

@@ -153,10 +153,16 @@ def test_the_order_of_rows_and_groups_changes_no_advantage(tiny_directory: Path,
     lengths = torch.randint(1, 9, (24,), generator=generator)
     uids = [f"prompt {row % 6}" for row in range(24)]
     module = toy_module(tiny_directory, advantage=name)
-    expected = module.estimate_advantages(rewards, uids, lengths)
+    known = {"baselines": rewards.roll(1), "components": torch.stack([rewards, lengths.float()], dim=1)}
+    expected = module.estimate_advantages(rewards, uids, lengths, **known)
     for _ in range(3):
         order = torch.randperm(24, generator=generator)
-        shuffled = module.estimate_advantages(rewards[order], [uids[row] for row in order.tolist()], lengths[order])
+        shuffled = module.estimate_advantages(
+            rewards[order],
+            [uids[row] for row in order.tolist()],
+            lengths[order],
+            **{name: values[order] for name, values in known.items()},
+        )
         assert torch.allclose(shuffled, expected[order], atol=1e-6)
 
 

@@ -145,13 +145,26 @@ def test_many_mini_batches_and_everything_on_agree_over_ranks(tmp_path: Path, ti
         assert result["kl_coef"] == pytest.approx(plain["kl_coef"], rel=1e-5)
 
 
-def test_a_rank_without_rows_joins_in(tmp_path: Path, tiny_directory: Path) -> None:
-    """Critic mini-batches of one rollout all fall to the first of two ranks: the other values and trains nothing."""
-    settings: dict[str, Any] = {"prompts_per_step": 2, "num_rollouts": 1, "critic_mini_batch_size": 1}
-    settings["max_rl_steps"] = 2
-    plain = _fit(tmp_path, tiny_directory, **settings)
-    for result in _fit_ranks(tmp_path, tiny_directory, 2, **settings):
-        _assert_same(plain, result)
+@pytest.mark.parametrize(
+    ("ranks", "size", "message"),
+    [(1, 6, "critic_mini_batch_size=6 does not divide the 16 rollouts"), (2, 1, "leaves some of the 2 data-parallel")],
+)
+def test_g02_mini_batches_of_the_critic_must_fit_too(
+    tmp_path: Path, tiny_directory: Path, ranks: int, size: int, message: str
+) -> None:
+    def fit() -> str:
+        with pytest.raises(ValueError, match=message) as refusal:
+            _fit(
+                tmp_path,
+                tiny_directory,
+                strategy="auto" if ranks == 1 else "fsdp2_rl",
+                devices=ranks,
+                critic_mini_batch_size=size,
+            )
+        return str(refusal.value)
+
+    found = [fit()] if ranks == 1 else run_distributed(fit, ranks, init_process_group=False, timeout=120.0)
+    assert len(found) == ranks
 
 
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 3}, {"max_tokens_per_micro_batch": 60}], ids=str)
@@ -274,6 +287,8 @@ def test_rows_without_a_reward_train_neither_model(tmp_path: Path, tiny_director
         ({"value_clip": 0.0}, "value_clip must be positive"),
         ({"critic_warmup_steps": -1}, "0 or more"),
         ({"kl_in": "nowhere"}, "kl_in='nowhere'"),
+        ({"critic_trunk": "shared"}, "critic_trunk='shared' is not supported: an engine holds one model"),
+        ({"rollout_correction": "icepop", "old_log_probs_from": "rollout"}, "Leave one of the two out"),
         ({"mini_batch_size": 4, "critic_mini_batch_size": 6}, "multiple or a divisor"),
         ({"kl_target": 0.1}, "must start above 0"),
     ],

@@ -316,3 +316,11 @@ def test_refuses_extras_of_another_length() -> None:
 def test_maxrl_refuses_negative_rewards() -> None:
     with pytest.raises(ValueError, match=r"got -1\.0"):
         advantages.maxrl(torch.tensor([-1.0, 1.0]), ["a", "a"])
+
+
+def test_gdpo_leaves_a_reward_of_weight_0_out_also_where_it_failed() -> None:
+    rewards = torch.tensor([[1.0, math.nan], [0.0, 5.0], [0.0, 7.0], [1.0, 9.0]], dtype=torch.float64)
+    found = advantages.gdpo(rewards, ["a", "a", "b", "b"], weights=[2.0, 0.0])
+    assert torch.equal(found, advantages.gdpo(rewards[:, :1], ["a", "a", "b", "b"], weights=[2.0]))
+    assert (found != 0).all()
+    assert advantages.gdpo(rewards, ["a"] * 4, weights=[0.0, 0.0]).tolist() == [0.0] * 4
