@@ -54,6 +54,13 @@ def doctor(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def evaluate(arguments: Sequence[str]) -> int:
+    """Samples responses to a prompt set and scores them."""
+    from lightning_rlhf.cli.evaluate import main as run
+
+    return run(arguments)
+
+
 def export(arguments: Sequence[str]) -> int:
     """Writes a Hugging Face directory from a checkpoint."""
     from lightning_rlhf.cli.export import main as run
@@ -84,6 +91,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "compare a layout with one process: `parity --strategy fsdp2_rl --layout dp_shard=2`",
     ),
     "doctor": (doctor, "try what works on this machine, and say what mends the rest"),
+    "evaluate": (evaluate, "pass@k and mean reward on a prompt set: `evaluate outputs/NAME --num-samples 8 --k 1,8`"),
     "export": (export, "write a Hugging Face directory from a run's checkpoint: `export outputs/NAME --out DIR`"),
     "inspect": (inspect, "show the rollouts of an RL step: `inspect outputs/NAME --step N --top 5`"),
     "plot": (plot, "draw the curves of one run, or of several over each other: `plot outputs/A outputs/B`"),
