@@ -94,7 +94,7 @@ def _assemble(entry: _Entry, tensor: Tensor | None, shape: ModelShape) -> tuple[
     else:
         cut_over = parallel_state.get_tensor_model_parallel_group()
     shapes = hf_shapes(place.kind, entry.local_shape, shape, size=cut_over.size())
-    device = parallel_device()
+    device = _device()
     flat = torch.empty(sum(num_elements(shapes)), dtype=entry.dtype, device=device)
     if tensor is not None:
         views = [part.view(one) for part, one in zip(flat.split(num_elements(shapes)), shapes, strict=True)]
@@ -125,6 +125,6 @@ def _broadcast(tensor: Tensor, group: Any, source: int) -> None:
         dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
 
 
-def parallel_device() -> torch.device:
+def _device() -> torch.device:
     """Where collectives of megatron's groups take their tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

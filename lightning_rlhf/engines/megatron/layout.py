@@ -281,19 +281,13 @@ def _model_parallel_groups(layout: MegatronLayout) -> None:
 def _facts() -> ParallelGroups:
     from megatron.core import parallel_state
 
+    stage = parallel_state.get_pipeline_model_parallel_rank()
     return ParallelGroups(
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         data_parallel_group=parallel_state.get_data_parallel_group(),
         model_parallel_group=_model_parallel,
         model_parallel_rank=dist.get_rank(_model_parallel),
-        is_first_stage=parallel_state.get_pipeline_model_parallel_rank() == 0,
-        is_last_stage=parallel_state.get_pipeline_model_parallel_rank() == layout_pp() - 1,
+        is_first_stage=stage == 0,
+        is_last_stage=stage == parallel_state.get_pipeline_model_parallel_world_size() - 1,
     )
-
-
-def layout_pp() -> int:
-    """Stages of the groups in place."""
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_pipeline_model_parallel_world_size())

@@ -15,6 +15,9 @@ from lightning_rlhf.engines.megatron.families import ModelShape, model_shape
 from lightning_rlhf.engines.megatron.names import (
     HEAD,
     VALUE_HEAD,
+    Parameter,
+    Piece,
+    hf_shapes,
     is_known_hf_name,
     local_parameters,
     look_up,
@@ -27,6 +30,10 @@ class WeightSource(Protocol):
 
     def names(self) -> set[str]:
         """Of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor."""
         ...
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
@@ -65,12 +72,19 @@ class SafetensorsSource:
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """See ``WeightSource``."""
+        found = self._slice(name)
+        part: Tensor = found[start:stop] if dim == 0 else found[:, start:stop]
+        return part
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``WeightSource``."""
+        return tuple(self._slice(name).get_shape())
+
+    def _slice(self, name: str) -> Any:
         path = self._paths[name]
         if path not in self._files:
             self._files[path] = safe_open(path, framework="pt")
-        found = self._files[path].get_slice(name)
-        part: Tensor = found[start:stop] if dim == 0 else found[:, start:stop]
-        return part
+        return self._files[path].get_slice(name)
 
 
 class StateDictSource:
@@ -90,6 +104,10 @@ class StateDictSource:
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """See ``WeightSource``."""
         return self._tensors[name].detach().narrow(dim, start, stop - start)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See ``WeightSource``."""
+        return tuple(self._tensors[name].shape)
 
     @classmethod
     def of_model(cls, model: Any) -> StateDictSource:
@@ -122,8 +140,6 @@ def load_parameters(chunks: Sequence[nn.Module], source: WeightSource, *, hf_con
     Raises:
         ValueError: if a tensor is missing, has another shape, or is there but belongs nowhere.
     """
-    from megatron.core import parallel_state
-
     shape = model_shape(hf_config)
     names = source.names()
     _check_names(names, shape)
@@ -134,21 +150,25 @@ def load_parameters(chunks: Sequence[nn.Module], source: WeightSource, *, hf_con
         missing = [hf_name for hf_name in place.hf_names if hf_name not in names]
         if missing:
             raise ValueError(f"The weights lack {', '.join(missing)}, which megatron's {name} is made of.")
-        if place.is_expert:
-            rank = parallel_state.get_expert_tensor_parallel_rank()
-        else:
-            rank = parallel_state.get_tensor_model_parallel_rank()
+        rank, size = _place_of_rank(is_expert=place.is_expert)
+        _check_shapes(name, place, parameter.shape, source, shape, size=size)
         parts = [
             (piece, source.read(place.hf_names[piece.hf_index], piece.dim, piece.start, piece.stop))
             for piece in pieces(place.kind, parameter.shape, shape, rank=rank)
         ]
-        for piece, part in parts:
-            if part.shape[piece.dim] != piece.stop - piece.start:
-                raise ValueError(
-                    f"{place.hf_names[piece.hf_index]} ends at {piece.start + part.shape[piece.dim]} in dim "
-                    f"{piece.dim}, but the model's config asks for {piece.stop}."
-                )
-        _fill(parameter, parts, name=name, is_padded=place.kind == "vocab")
+        _fill(parameter, parts)
+
+
+def _place_of_rank(*, is_expert: bool) -> tuple[int, int]:
+    """This rank among those that a parameter is cut over, and how many they are."""
+    from megatron.core import parallel_state
+
+    if is_expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
 def local_named(chunks: Sequence[nn.Module], shape: ModelShape) -> dict[str, Any]:
@@ -163,19 +183,25 @@ def local_named(chunks: Sequence[nn.Module], shape: ModelShape) -> dict[str, Any
     )
 
 
-def _fill(parameter: Tensor, parts: list[Any], *, name: str, is_padded: bool) -> None:
+def _fill(parameter: Tensor, parts: Sequence[tuple[Piece, Tensor]]) -> None:
+    """Put the pieces one after another; what none of them fills is the vocabulary's padding."""
     dim = parts[0][0].dim if parts else 0
     filled = 0
     for _, part in parts:
-        place = parameter.narrow(dim, filled, part.shape[dim])
-        if place.shape != part.shape:
-            raise ValueError(f"megatron's {name} takes {tuple(place.shape)}, the weights hold {tuple(part.shape)}.")
-        place.copy_(part)
+        parameter.narrow(dim, filled, part.shape[dim]).copy_(part)
         filled += part.shape[dim]
-    if is_padded:
-        parameter.narrow(dim, filled, parameter.shape[dim] - filled).zero_()
-    elif filled != parameter.shape[dim]:
-        raise ValueError(f"megatron's {name} has {parameter.shape[dim]} rows, the weights fill {filled}.")
+    parameter.narrow(dim, filled, parameter.shape[dim] - filled).zero_()
+
+
+def _check_shapes(
+    name: str, place: Parameter, local_shape: Sequence[int], source: WeightSource, shape: ModelShape, *, size: int
+) -> None:
+    for hf_name, expected in zip(place.hf_names, hf_shapes(place.kind, local_shape, shape, size=size), strict=True):
+        if source.shape(hf_name) != expected:
+            raise ValueError(
+                f"{hf_name} has the shape {source.shape(hf_name)}, but megatron's {name} is made of {expected}: the "
+                f"weights and the model's config do not belong together."
+            )
 
 
 def _check_names(names: set[str], shape: ModelShape) -> None:

@@ -27,7 +27,7 @@ class Rule:
     """One line of the table."""
 
     pattern: str
-    """Of the whole global megatron name; groups ``layer``, ``expert`` and ``part`` fill the names below."""
+    """Of the whole global megatron name; groups ``layer`` and ``expert`` fill the names below."""
     kind: Kind
     hf_names: tuple[str, ...]
     is_expert: bool = False
@@ -65,18 +65,22 @@ def rules(shape: ModelShape) -> tuple[Rule, ...]:
         Rule(r"decoder\.final_layernorm\.weight", "plain", ("model.norm.weight",)),
         Rule(layer + r"input_layernorm\.weight", "plain", (hf + "input_layernorm.weight",)),
         Rule(attention + r"linear_qkv\.layer_norm_weight", "plain", (hf + "input_layernorm.weight",)),
-        Rule(
-            attention + r"linear_qkv\.(?P<part>weight|bias)",
-            "qkv",
-            tuple(hf + f"self_attn.{one}_proj.{{part}}" for one in "qkv"),
-        ),
-        Rule(attention + r"(?P<part>[qk])_layernorm\.weight", "plain", (hf + "self_attn.{part}_norm.weight",)),
+        Rule(attention + r"linear_qkv\.weight", "qkv", tuple(hf + f"self_attn.{one}_proj.weight" for one in "qkv")),
         Rule(attention + r"linear_proj\.weight", "row", (hf + "self_attn.o_proj.weight",)),
         Rule(layer + r"pre_mlp_layernorm\.weight", "plain", (hf + "post_attention_layernorm.weight",)),
         Rule(mlp + r"linear_fc1\.layer_norm_weight", "plain", (hf + "post_attention_layernorm.weight",)),
         Rule(mlp + r"linear_fc1\.weight", "gate_up", (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight")),
         Rule(mlp + r"linear_fc2\.weight", "row", (hf + "mlp.down_proj.weight",)),
     ]
+    if shape.qkv_bias:
+        table.append(
+            Rule(attention + r"linear_qkv\.bias", "qkv", tuple(hf + f"self_attn.{one}_proj.bias" for one in "qkv"))
+        )
+    if shape.qk_norm:
+        table += [
+            Rule(attention + rf"{one}_layernorm\.weight", "plain", (hf + f"self_attn.{one}_norm.weight",))
+            for one in "qk"
+        ]
     if shape.moe is not None:
         gate, up, down = (hf + shape.moe.hf_expert.format("{expert}", part) for part in shape.moe.hf_expert_parts)
         sequential, grouped = mlp + r"experts\.local_experts\.(?P<expert>\d+)\.", mlp + r"experts\."
@@ -120,11 +124,8 @@ def is_known_hf_name(hf_name: str, shape: ModelShape) -> bool:
 
 @lru_cache(maxsize=16)
 def _hf_patterns(shape: ModelShape) -> tuple[str, ...]:
-    known = {"layer": r"\d+", "expert": r"\d+", "part": r"\w+"}
-
     def pattern(template: str) -> str:
-        fields = re.split(r"\{(\w+)\}", template)  # text, field, text, field, ..., text
-        return "".join(known[one] if index % 2 else re.escape(one) for index, one in enumerate(fields))
+        return r"\d+".join(re.escape(text) for text in re.split(r"\{(?:layer|expert)\}", template))
 
     return tuple(pattern(template) for rule in rules(shape) for template in rule.hf_names)
 

@@ -24,7 +24,6 @@ HF = "model.layers.3."
         (LAYER + "input_layernorm.weight", "plain", [HF + "input_layernorm.weight"]),
         (ATTENTION + "linear_qkv.layer_norm_weight", "plain", [HF + "input_layernorm.weight"]),
         (ATTENTION + "linear_qkv.weight", "qkv", [HF + f"self_attn.{p}_proj.weight" for p in "qkv"]),
-        (ATTENTION + "linear_qkv.bias", "qkv", [HF + f"self_attn.{p}_proj.bias" for p in "qkv"]),
         (ATTENTION + "k_layernorm.weight", "plain", [HF + "self_attn.k_norm.weight"]),
         (ATTENTION + "linear_proj.weight", "row", [HF + "self_attn.o_proj.weight"]),
         (LAYER + "pre_mlp_layernorm.weight", "plain", [HF + "post_attention_layernorm.weight"]),
@@ -45,6 +44,13 @@ def test_look_up(name: str, kind: str, hf_names: list[str]) -> None:
     found = look_up(name, model_shape(tiny("qwen3_moe").config))
     assert (found.kind, list(found.hf_names)) == (kind, hf_names)
     assert found.is_expert == ("experts." in name)
+
+
+def test_biases_are_known_where_the_family_has_them() -> None:
+    found = look_up(ATTENTION + "linear_qkv.bias", model_shape(tiny("qwen2").config))
+    assert (found.kind, found.hf_names) == ("qkv", tuple(HF + f"self_attn.{p}_proj.bias" for p in "qkv"))
+    assert not is_known_hf_name(HF + "self_attn.q_proj.bias", model_shape(tiny("qwen3").config))
+    assert not is_known_hf_name(HF + "self_attn.q_norm.weight", model_shape(tiny("qwen2").config))
 
 
 def test_mixtral_has_names_of_its_own() -> None:
