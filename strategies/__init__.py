@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_rlhf.strategies.base import RLStrategy
     from lightning_rlhf.strategies.fsdp2 import FSDP2RLStrategy
+    from lightning_rlhf.strategies.megatron import MegatronRLStrategy
     from lightning_rlhf.strategies.ulysses import UlyssesRLStrategy
 
-_PUBLIC = {"RLStrategy": "base", "FSDP2RLStrategy": "fsdp2", "UlyssesRLStrategy": "ulysses"}
+_PUBLIC = {
+    "FSDP2RLStrategy": "fsdp2",
+    "MegatronRLStrategy": "megatron",
+    "RLStrategy": "base",
+    "UlyssesRLStrategy": "ulysses",
+}
 
-__all__ = ["FSDP2RLStrategy", "RLStrategy", "UlyssesRLStrategy"]
+__all__ = ["FSDP2RLStrategy", "MegatronRLStrategy", "RLStrategy", "UlyssesRLStrategy"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -87,6 +89,24 @@ class RLStrategy(ParallelStrategy):
     @abstractmethod
     def data_parallel_axes(self) -> tuple[str, ...]:
         """Axes of the mesh along which ranks hold different rows."""
+
+    @classmethod
+    def axis_arguments(cls) -> dict[str, str]:
+        """Axis of a layout such as ``dp_shard=2,sp=2`` to the constructor's argument that takes its size."""
+        suffix = "_size"
+        names = [name for name in inspect.signature(cls).parameters if name.endswith(suffix)]
+        return {name.removesuffix(suffix): name for name in names}
+
+    @classmethod
+    def arguments_of(cls, layout: Mapping[str, int]) -> dict[str, Any]:
+        """The constructor's arguments for a layout whose axes are among ``axis_arguments``."""
+        arguments = cls.axis_arguments()
+        return {arguments[axis]: size for axis, size in layout.items()}
+
+    @classmethod
+    def processes_of(cls, layout: Mapping[str, int]) -> int:
+        """How many processes a layout takes."""
+        return math.prod(layout.values())
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import ListConfig
+from transformers import AutoConfig
 
+from lightning_rlhf.engines.megatron.layout import MegatronLayout, check_layout, check_world
 from lightning_rlhf.strategies.mesh import resolve_sizes
 
 _PREFIX, _SUFFIX = "strategy.", "_size"
@@ -40,12 +43,30 @@ def mesh_sizes(values: Mapping[str, Any], processes: int) -> dict[str, int]:
     Raises:
         ValueError: if the sizes do not multiply to it.
     """
+    if f"{_PREFIX}tensor_parallel_size" in values:
+        return _megatron_sizes(_megatron_layout(values), processes)
     given = {
         key.removeprefix(_PREFIX).removesuffix(_SUFFIX): value
         for key, value in values.items()
         if key.startswith(_PREFIX) and key.endswith(_SUFFIX) and (isinstance(value, int) or value == "auto")
     }
     return resolve_sizes(given, world_size=processes) if given else {}
+
+
+def _megatron_layout(values: Mapping[str, Any]) -> MegatronLayout:
+    names = [spec.name for spec in dataclasses.fields(MegatronLayout)]
+    return MegatronLayout(**{name: values[_PREFIX + name] for name in names if _PREFIX + name in values})
+
+
+def _megatron_sizes(layout: MegatronLayout, processes: int) -> dict[str, int]:
+    """Axes that multiply to the processes; experts are shared out over the same ranks."""
+    check_world(layout, processes)
+    return {
+        "pp": layout.pipeline_parallel_size,
+        "dp": processes // layout.model_parallel_size,
+        "cp": layout.context_parallel_size,
+        "tp": layout.tensor_parallel_size,
+    }
 
 
 def layout_problems(values: Mapping[str, Any], model: str) -> list[str]:
@@ -58,11 +79,14 @@ def layout_problems(values: Mapping[str, Any], model: str) -> list[str]:
     processes = world_size(values)
     if processes is None:
         return []  # the strategy checks the same once it knows
+    file = Path(model) / "config.json"
     try:
         sizes = mesh_sizes(values, processes)
+        if f"{_PREFIX}tensor_parallel_size" in values and file.is_file():
+            check_layout(_megatron_layout(values), AutoConfig.from_pretrained(model).get_text_config(), processes)
     except ValueError as error:
         return [f"strategy: {error}"]
-    return _head_problems(sizes.get("sp", 1), Path(model) / "config.json")
+    return _head_problems(sizes.get("sp", 1), file)
 
 
 def _head_problems(sp_size: int, file: Path) -> list[str]:

@@ -254,6 +254,9 @@ class _Planner:
     # --- memory and traffic -------------------------------------------------------------------------------------
 
     def _shape(self) -> ModelShape | None:
+        if "tp" in self.axes:
+            self.notes.append("Memory and communication are not estimated for megatron_rl.")
+            return None
         try:
             return read_model_shape(str(self.cfg.model.path))
         except ValueError as error:

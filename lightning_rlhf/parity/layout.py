@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Mapping
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_rlhf.strategies.base import RLStrategy
 from lightning_rlhf.strategies.register import register_strategies
-
-_SUFFIX = "_size"
 
 
 def parse_layout(text: str) -> dict[str, int]:
@@ -34,9 +30,13 @@ def parse_layout(text: str) -> dict[str, int]:
     return sizes
 
 
-def world_size(layout: Mapping[str, int]) -> int:
-    """Processes of a layout."""
-    return math.prod(layout.values())
+def world_size(name: str, layout: Mapping[str, int]) -> int:
+    """Processes that a layout of the strategy registered under ``name`` takes.
+
+    Raises:
+        ValueError: as ``build_strategy``.
+    """
+    return _known(name, layout).processes_of(layout)
 
 
 def build_strategy(name: str, layout: Mapping[str, int], *, timeout_seconds: float = 600.0) -> RLStrategy:
@@ -44,12 +44,18 @@ def build_strategy(name: str, layout: Mapping[str, int], *, timeout_seconds: flo
 
     Args:
         name: such as ``fsdp2_rl``.
-        layout: axis to size; the constructor's ``<axis>_size`` takes it.
+        layout: axis to size.
         timeout_seconds: how long a collective may wait for a peer.
 
     Raises:
-        ValueError: for a name that no RL strategy has, or an axis that it does not take.
+        ValueError: for a name that no RL strategy has, or an axis or a size that it does not take.
     """
+    arguments = _known(name, layout).arguments_of(layout)
+    strategy: RLStrategy = StrategyRegistry[name]["strategy"](**arguments, timeout_seconds=timeout_seconds)
+    return strategy
+
+
+def _known(name: str, layout: Mapping[str, int]) -> type[RLStrategy]:
     register_strategies()
     known = sorted(entry for entry in StrategyRegistry if str(entry).endswith("_rl"))
     if name not in known:
@@ -57,11 +63,8 @@ def build_strategy(name: str, layout: Mapping[str, int], *, timeout_seconds: flo
     default = StrategyRegistry.get(name)
     if not isinstance(default, RLStrategy):
         raise ValueError(f"--strategy: {name} is a {type(default).__name__}, not an RL strategy with engines.")
-    parameters = inspect.signature(type(default)).parameters
-    axes = [parameter.removesuffix(_SUFFIX) for parameter in parameters if parameter.endswith(_SUFFIX)]
+    axes = type(default).axis_arguments()
     unknown = [axis for axis in layout if axis not in axes]
     if unknown:
         raise ValueError(f"--layout: {name} has no axis {', '.join(unknown)}; it has {', '.join(axes)}.")
-    sizes = {f"{axis}{_SUFFIX}": size for axis, size in layout.items()}
-    strategy: RLStrategy = StrategyRegistry[name]["strategy"](**sizes, timeout_seconds=timeout_seconds)
-    return strategy
+    return type(default)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, OptimizerStepResult
 from lightning_rlhf.engines.hf_engine import HFEngine
+from lightning_rlhf.engines.megatron.engine import MegatronEngine
+from lightning_rlhf.engines.megatron.load import disk_names as as_on_disk
 from lightning_rlhf.parity.batch import loss_function, rows_of_rank, with_other_policies
 from lightning_rlhf.types import Experience
 
@@ -42,6 +44,8 @@ class Measurement:
         micro_batch_tokens: limit of the engine; None: the share is one micro-batch.
         policies: file of other policies' log-probs; the one process writes it, the layout reads it.
         out: existing folder for results.
+        disk_names: whether to call tensors as a checkpoint on disk does, in which each expert has its own; for a
+            comparison with engines that do so.
     """
 
     make_model: Callable[[], str | nn.Module]
@@ -49,6 +53,7 @@ class Measurement:
     micro_batch_tokens: int | None
     policies: Path
     out: Path
+    disk_names: bool = False
 
     def config(self, *, eps: float) -> EngineConfig:
         """An engine's configuration with AdamW."""
@@ -63,18 +68,21 @@ class Measurement:
 class _RecordingOptimizer:
     """Steps the engine; keeps the first step's gradients, and their norm after clipping."""
 
-    def __init__(self, engine: BaseEngine, record: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+    def __init__(
+        self, engine: BaseEngine, record: Callable[[Iterator[tuple[str, Tensor]]], None], *, disk_names: bool
+    ) -> None:
         self.engine = engine
         self.record = record
+        self.disk_names = disk_names
         self.clipped_norm: float | None = None
 
     def step(self) -> OptimizerStepResult:
         if self.clipped_norm is not None:
             return self.engine.optimizer_step()
-        self.record(full_gradients(self.engine))
+        self.record(full_gradients(self.engine, disk_names=self.disk_names))
         result = self.engine.optimizer_step()
-        norm = get_total_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
-        self.clipped_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        squares = [float(gradient.double().square().sum()) for _, gradient in full_gradients(self.engine)]
+        self.clipped_norm = math.sqrt(sum(squares))
         return result
 
 
@@ -101,19 +109,19 @@ def measure(build: Callable[[EngineConfig], BaseEngine], job: Measurement, *, re
         policies: dict[str, Any] = dict(load_file(job.policies))
         batch = dataclasses.replace(job.batch, **policies)
     writer = _Writer(job.out, rank)
-    optimizer = _RecordingOptimizer(engine, partial(writer.write, "grads"))
+    optimizer = _RecordingOptimizer(engine, partial(writer.write, "grads"), disk_names=job.disk_names)
     engine.bind_optimizer(optimizer)
     mine = batch.select(rows)
     loss = loss_function()
     steps = [engine.train_batch(mine, loss) for _ in range(NUM_STEPS)]
-    writer.write("params", full_parameters(engine))
-    writer.write("export", engine.get_per_tensor_param())
+    writer.write("params", full_parameters(engine, disk_names=job.disk_names))
+    writer.write("export", _exported(engine, disk_names=job.disk_names))
     save_file({"log_probs": inferred.cpu().contiguous()}, job.out / f"rank_{rank}.safetensors")
     del engine, optimizer.engine
     sensitive = build(job.config(eps=DEFAULT_EPS))
     for _ in range(NUM_STEPS):
         sensitive.train_batch(mine, loss)
-    writer.write("params_default_eps", full_parameters(sensitive))
+    writer.write("params_default_eps", full_parameters(sensitive, disk_names=job.disk_names))
     report = {"rows": rows, "steps": steps, "clipped_norm": optimizer.clipped_norm, "tensors": writer.spreads}
     (job.out / f"rank_{rank}.json").write_text(json.dumps(report), encoding="utf-8")
 
@@ -162,27 +170,45 @@ def _spread(tensor: Tensor) -> float:
     return float((high - low).max())
 
 
-def full_parameters(engine: BaseEngine) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(engine: BaseEngine, *, disk_names: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yields each parameter by its Hugging Face name, whole, in the model's order. Collective."""
-    for name, parameter in _named_parameters(engine):
-        yield name, _whole(parameter.detach())
+    if isinstance(engine, MegatronEngine):
+        return engine.get_per_tensor_param()
+    model = _hf_model(engine)
+    found = ((name, _whole(parameter.detach())) for name, parameter in model.named_parameters())
+    return _on_disk(model, found) if disk_names else found
 
 
-def full_gradients(engine: BaseEngine) -> Iterator[tuple[str, Tensor]]:
+def full_gradients(engine: BaseEngine, *, disk_names: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yields each parameter's gradient by its Hugging Face name, whole; zeros where there is none. Collective."""
-    for name, parameter in _named_parameters(engine):
-        gradient = parameter.grad
-        yield name, _whole(torch.zeros_like(parameter) if gradient is None else gradient).detach()
+    if isinstance(engine, MegatronEngine):
+        return engine.get_per_tensor_grad()
+    model = _hf_model(engine)
+    found = ((name, _whole(_gradient(parameter)).detach()) for name, parameter in model.named_parameters())
+    return _on_disk(model, found) if disk_names else found
+
+
+def _exported(engine: BaseEngine, *, disk_names: bool) -> Iterator[tuple[str, Tensor]]:
+    tensors = engine.get_per_tensor_param()
+    return tensors if isinstance(engine, MegatronEngine) or not disk_names else _on_disk(_hf_model(engine), tensors)
+
+
+def _on_disk(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    yield from as_on_disk(model, dict(tensors)).items()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _named_parameters(engine: BaseEngine) -> Iterator[tuple[str, Any]]:
+def _hf_model(engine: BaseEngine) -> nn.Module:
     if not isinstance(engine, HFEngine):
         raise NotImplementedError(
-            f"parity reads parameters and gradients by their Hugging Face names from engines that derive from "
-            f"HFEngine; {type(engine).__name__} does not."
+            f"parity reads parameters and gradients by their Hugging Face names from engines that derive from HFEngine "
+            f"or MegatronEngine; {type(engine).__name__} does not."
         )
-    return engine.causal_lm.named_parameters()
+    return engine.causal_lm

@@ -92,7 +92,7 @@ class _Work:
         strategy.accelerator = accelerator
         strategy.parallel_devices = [
             torch.device("cuda", index) if self.device_type == "cuda" else torch.device("cpu")
-            for index in range(world_size(self.layout))
+            for index in range(world_size(self.strategy, self.layout))
         ]
         strategy.cluster_environment = TorchElasticEnvironment()  # reads what the launcher has set
         strategy.setup_environment()
@@ -136,7 +136,7 @@ def run_parity(
         )
     build_strategy(strategy, layout)  # names what is wrong before anything is started
     tiny = model in TINY_MODELS
-    size = world_size(layout)
+    size = world_size(strategy, layout)
     device_type = "cuda" if torch.cuda.device_count() >= size else "cpu"
     batch = make_batch(VOCAB_SIZE if tiny else _vocab_size(model))
     with tempfile.TemporaryDirectory(prefix="lightning_rlhf_parity_") as name:
@@ -149,6 +149,7 @@ def run_parity(
             micro_batch_tokens=None,
             policies=folders["one"] / "policies.safetensors",
             out=folders["one"],
+            disk_names=strategy == "megatron_rl",
         )
         layout_job = Measurement(
             make_model=job.make_model,

@@ -32,13 +32,16 @@ def _qwen3(**changes: Any) -> PreTrainedModel:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**_SIZES, **changes}))
 
 
+_DEEP = {"num_hidden_layers": 4}  # for pipelines of four stages or chunks
+
+
 def _llama() -> PreTrainedModel:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES))
 
 
-def _qwen3_moe() -> PreTrainedModel:
+def _qwen3_moe(**changes: Any) -> PreTrainedModel:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**_SIZES, **experts}))
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**_SIZES, **experts, **changes}))
 
 
 _BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -46,6 +49,9 @@ _BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "tiny-llama": _llama,
     "tiny-qwen3-tied": lambda: _qwen3(tie_word_embeddings=True),
     "tiny-qwen3-moe": _qwen3_moe,
+    "tiny-qwen3-deep": lambda: _qwen3(**_DEEP),
+    "tiny-qwen3-tied-deep": lambda: _qwen3(tie_word_embeddings=True, **_DEEP),
+    "tiny-qwen3-moe-deep": lambda: _qwen3_moe(**_DEEP),
 }
 TINY_MODELS = tuple(_BUILDERS)
 """Names that `tiny_model` takes."""

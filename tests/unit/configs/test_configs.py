@@ -29,6 +29,7 @@ NEEDS = {
     ("data", "jsonl"): ["data.source.path={folder}/prompts.jsonl", "reward=gsm8k"],
     ("reward", "model"): ["reward.model={folder}/judge"],
     ("reward", "remote"): ["reward.url=http://localhost:1/score"],
+    ("strategy", "megatron_rl"): ["trainer.devices=2"],
     ("strategy", "ulysses_rl"): ["trainer.devices=2"],
 }
 

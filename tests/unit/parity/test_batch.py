@@ -62,6 +62,6 @@ def test_tiny_models_are_the_same_each_time_and_leave_the_random_state(name: str
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     tied = first.get_output_embeddings().weight is first.get_input_embeddings().weight
-    assert tied is (name == "tiny-qwen3-tied")
+    assert tied is ("tied" in name)
     assert first.config.num_key_value_heads == 2
-    assert any("expert" in parameter for parameter, _ in first.named_parameters()) is (name == "tiny-qwen3-moe")
+    assert any("expert" in parameter for parameter, _ in first.named_parameters()) is ("moe" in name)

@@ -8,7 +8,32 @@ from lightning_rlhf.parity.layout import build_strategy, parse_layout, world_siz
 def test_a_layout_is_read_and_multiplied() -> None:
     layout = parse_layout("dp_replicate=2, dp_shard=3")
     assert layout == {"dp_replicate": 2, "dp_shard": 3}
-    assert world_size(layout) == 6
+    assert world_size("fsdp2_rl", layout) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "processes"),
+    [
+        ("tp=2", 2),
+        ("tp=2,sp=1", 2),
+        ("pp=2,vpp=2", 2),
+        ("ep=2", 2),
+        ("tp=2,ep=2,etp=1", 2),
+        ("tp=2,ep=2,etp=2", 4),
+        ("tp=2,pp=2,dp=2", 8),
+        ("ep=4,cp=2,tp=2,pp=2,etp=1", 8),
+    ],
+)
+def test_axes_of_megatron_share_processes(text: str, processes: int) -> None:
+    assert world_size("megatron_rl", parse_layout(text)) == processes
+
+
+def test_axes_of_megatron_reach_its_strategy() -> None:
+    strategy = build_strategy("megatron_rl", {"tp": 2, "sp": 1, "dp": 2, "etp": 1})
+    layout = strategy.layout  # type: ignore[attr-defined]
+    assert (layout.tensor_parallel_size, layout.sequence_parallel, layout.etp_size) == (2, True, 1)
+    with pytest.raises(ValueError, match="write sp=1 to turn it on"):
+        build_strategy("megatron_rl", {"tp": 2, "sp": 2})
 
 
 @pytest.mark.parametrize("text", ["", "dp_shard", "dp_shard=x", "dp_shard=0", "dp_shard=-1", "=2", "dp_shard=2,"])
