@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -226,8 +227,10 @@ def validate(cfg: DictConfig) -> dict[str, Any]:
 def data_parallel_size(values: dict[str, Any]) -> int | None:
     """Data-parallel ranks that the Trainer will start, or None if only the machine can say."""
     processes = world_size(values)
-    # ranks that share a sequence count as one; whether the sizes fit the processes is checked with the layout
-    return None if processes is None else max(processes // int(values.get("strategy.sp_size", 1)), 1)
+    # ranks that share rows count as one; whether the sizes fit the processes is checked with the layout
+    axes = ("sp", "tensor_parallel", "pipeline_parallel", "context_parallel")
+    sharers = math.prod(int(values.get(f"strategy.{axis}_size", 1)) for axis in axes)
+    return None if processes is None else max(processes // sharers, 1)
 
 
 def _size_problems(values: dict[str, Any]) -> list[str]:
