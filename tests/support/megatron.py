@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -20,6 +22,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -39,7 +43,7 @@ VOCAB = 61
 LENGTHS = ((7, 12, 11), (15, 4, 12), (23, 8), (32,))
 """Of the sequences of each micro-batch. Padded to multiples of four all micro-batches have 32 tokens."""
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "mixtral")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral")
 
 
 @cache
@@ -81,6 +85,22 @@ def tiny(family: str, *, layers: int = 4) -> PreTrainedModel:
             "qwen3_moe_mixed": lambda: Qwen3MoeForCausalLM(
                 Qwen3MoeConfig(**shared, **experts, norm_topk_prob=False, mlp_only_layers=[1])
             ),
+            "qwen2_moe": lambda: Qwen2MoeForCausalLM(
+                Qwen2MoeConfig(**shared, **experts, shared_expert_intermediate_size=48)
+            ),
+            "glm4_moe": lambda: Glm4MoeForCausalLM(
+                Glm4MoeConfig(
+                    **shared,
+                    n_routed_experts=4,
+                    num_experts_per_tok=2,
+                    moe_intermediate_size=32,
+                    n_shared_experts=2,
+                    routed_scaling_factor=1.5,
+                    attention_bias=True,
+                    use_qk_norm=True,
+                    num_mtp_layers=0,
+                )
+            ),
             "mixtral": lambda: MixtralForCausalLM(
                 MixtralConfig(**shared, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
             ),
@@ -89,6 +109,12 @@ def tiny(family: str, *, layers: int = 4) -> PreTrainedModel:
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(0.1 * torch.randn_like(buffer))
+            for name, parameter in model.named_parameters():
+                if name.endswith("mlp.gate.weight"):
+                    torch.nn.init.normal_(parameter, std=0.1)  # some families start it at zero, where all are equal
     return model.train()
 
 

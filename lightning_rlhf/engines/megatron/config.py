@@ -28,6 +28,9 @@ class MoEOptions:
     """Of the load-balancing loss; None: the config's, if the model outputs router logits; else none."""
     z_loss_coef: float = 0.0
     """Of the loss that keeps the router's logits small."""
+    expert_bias_update_rate: float = 0.0
+    """How far each step moves the bias by which experts are chosen, towards those that got few tokens. 0 keeps the
+    model's: a policy that others sample from must not choose otherwise because of its load."""
     router_replay: bool = False
     """Whether routers can record and replay their choices."""
 
@@ -144,7 +147,7 @@ def _moe_fields(shape: MoEShape, options: MoEOptions) -> dict[str, Any]:
         "moe_layer_freq": [int(is_moe) for is_moe in shape.is_moe_layer],
         "moe_router_topk": shape.experts_per_token,
         # softmax over the chosen experts' logits is the renormalised softmax over all of them
-        "moe_router_pre_softmax": not shape.renormalize,
+        "moe_router_pre_softmax": not shape.renormalize and shape.scores == "softmax",
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": options.load_balancing if coefficient else "none",
         "moe_aux_loss_coeff": coefficient,
@@ -152,4 +155,10 @@ def _moe_fields(shape: MoEShape, options: MoEOptions) -> dict[str, Any]:
         "moe_token_dispatcher_type": options.dispatcher,
         "variable_seq_lengths": options.dispatcher == "alltoall",
         "moe_enable_routing_replay": options.router_replay,
+        "moe_router_score_function": shape.scores,
+        "moe_router_topk_scaling_factor": None if shape.scale == 1.0 else shape.scale,
+        "moe_router_enable_expert_bias": shape.hf_expert_bias is not None,
+        "moe_router_bias_update_rate": options.expert_bias_update_rate,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn_size,
+        "moe_shared_expert_gate": shape.hf_shared_gate is not None,
     }

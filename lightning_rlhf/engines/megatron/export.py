@@ -38,7 +38,8 @@ def export_parameters(
     Args:
         chunks: this rank's model chunks, unwrapped.
         hf_config: of the model.
-        tensor_of: what to export of each parameter, of its shape: the parameter itself, or its gradient.
+        tensor_of: what to export of each parameter, of its shape: the parameter itself, or its gradient. Buffers have
+            no gradient and come only where this gives parameters themselves.
 
     Yields:
         Name and tensor. The vocabulary's padding is removed, a tied head left out, and the dtype is that of
@@ -46,6 +47,8 @@ def export_parameters(
     """
     shape = model_shape(hf_config)
     local = local_named(chunks, shape)
+    if any(tensor_of(tensor) is not tensor for tensor in local.values() if isinstance(tensor, nn.Parameter)):
+        local = {name: tensor for name, tensor in local.items() if isinstance(tensor, nn.Parameter)}
     for entry in _catalog(local, shape, tensor_of):
         place = look_up(entry.name, shape)
         tensor = tensor_of(local[entry.name]).detach() if entry.name in local else None

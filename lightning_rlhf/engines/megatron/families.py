@@ -6,8 +6,8 @@ Families and features that megatron-core would not compute exactly are refused b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,10 +31,20 @@ class MoEShape:
     """The router's name below ``model.layers.N.``."""
     hf_expert: str
     """An expert's names below ``model.layers.N.``: ``{0}`` is its number, ``{1}`` one of ``hf_expert_parts``."""
-    hf_expert_parts: tuple[str, str, str]
+    hf_expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """What the family calls gate, up and down projection."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What the router makes of its logits."""
+    scale: float = 1.0
+    """Of the chosen experts' weights, after they are renormalised."""
+    hf_expert_bias: str | None = None
+    """A buffer that is added to scores when experts are chosen, and not when they are weighed; None: there is none."""
     shared_ffn_size: int | None = None
-    """Width of an expert that sees every token; None where there is none."""
+    """Width of an expert that sees every token; None: there is none."""
+    hf_shared_expert: str = ""
+    """Its name below ``model.layers.N.``."""
+    hf_shared_gate: str | None = None
+    """What scales it token by token; None: nothing does."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,10 @@ class ModelShape:
     norm_eps: float
     initializer_range: float
     max_length: int
+    rotated: float
+    """The share of each head that the rotary embedding turns."""
+    extra_layers: int
+    """Layers of a checkpoint beyond ``num_layers`` that transformers leaves out as well (multi-token prediction)."""
     moe: MoEShape | None
 
 
@@ -96,12 +110,14 @@ def model_shape(hf_config: Any) -> ModelShape:
         norm_eps=float(hf_config.rms_norm_eps),
         initializer_range=float(hf_config.initializer_range),
         max_length=int(hf_config.max_position_embeddings),
+        rotated=float(hf_config.rope_parameters.get("partial_rotary_factor", 1.0)),
+        extra_layers=int(hf_config.num_mtp_layers) if model_type == "glm4_moe" else 0,
         moe=read_moe,
     )
 
 
 def inverse_frequencies(hf_config: Any) -> Tensor:
-    """``[head_dim / 2]`` fp32: the rotary frequencies, from transformers' own code.
+    """``[head_dim * rotated / 2]`` fp32: the rotary frequencies, from transformers' own code.
 
     Raises:
         ValueError: for a scaling that depends on the length of the batch, or that also scales the scores.
@@ -116,14 +132,10 @@ def inverse_frequencies(hf_config: Any) -> Tensor:
             f"knows {', '.join(EXACT_ROPE)}. Train this model with strategy 'fsdp2_rl', or on its original context "
             f"length without the scaling."
         )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"{hf_config.model_type}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported by the "
-            f"megatron back end, which rotates whole heads. Train this model with strategy 'fsdp2_rl'."
-        )
     if kind == "default":
-        head_dim = model_shape(hf_config).head_dim
-        powers = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        shape = model_shape(hf_config)
+        turned = int(shape.head_dim * shape.rotated)
+        powers = torch.arange(0, turned, 2, dtype=torch.int64).float() / turned
         return 1.0 / (float(rope["rope_theta"]) ** powers)
     frequencies: Tensor
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
@@ -180,12 +192,12 @@ def _no_output_bias(hf_config: Any) -> bool:
     return False
 
 
-def _qwen3_moe(hf_config: Any) -> _Family:
+def _qwen_experts(hf_config: Any) -> MoEShape:
     sparse = tuple(
         layer not in (hf_config.mlp_only_layers or []) and (layer + 1) % hf_config.decoder_sparse_step == 0
         for layer in range(hf_config.num_hidden_layers)
     )
-    moe = MoEShape(
+    return MoEShape(
         num_experts=int(hf_config.num_experts),
         experts_per_token=int(hf_config.num_experts_per_tok),
         ffn_size=int(hf_config.moe_intermediate_size),
@@ -194,9 +206,45 @@ def _qwen3_moe(hf_config: Any) -> _Family:
         is_moe_layer=sparse,
         hf_router="mlp.gate.weight",
         hf_expert="mlp.experts.{0}.{1}.weight",
-        hf_expert_parts=("gate_proj", "up_proj", "down_proj"),
     )
-    return _no_output_bias(hf_config), True, moe
+
+
+def _qwen3_moe(hf_config: Any) -> _Family:
+    return _no_output_bias(hf_config), True, _qwen_experts(hf_config)
+
+
+def _qwen2_moe(hf_config: Any) -> _Family:
+    moe = replace(
+        _qwen_experts(hf_config),
+        shared_ffn_size=int(hf_config.shared_expert_intermediate_size),
+        hf_shared_expert="mlp.shared_expert",
+        hf_shared_gate="mlp.shared_expert_gate.weight",
+    )
+    return bool(hf_config.qkv_bias), False, moe
+
+
+def _glm4_moe(hf_config: Any) -> _Family:
+    if hf_config.n_group != 1 or not hf_config.norm_topk_prob:
+        raise ValueError(
+            f"glm4_moe: n_group={hf_config.n_group}, norm_topk_prob={hf_config.norm_topk_prob}; the megatron back end "
+            f"computes n_group=1 and norm_topk_prob=True alone. Train this model with strategy 'fsdp2_rl'."
+        )
+    moe = MoEShape(
+        num_experts=int(hf_config.n_routed_experts),
+        experts_per_token=int(hf_config.num_experts_per_tok),
+        ffn_size=int(hf_config.moe_intermediate_size),
+        renormalize=True,
+        aux_loss_coef=0.0,
+        is_moe_layer=tuple(layer >= hf_config.first_k_dense_replace for layer in range(hf_config.num_hidden_layers)),
+        hf_router="mlp.gate.weight",
+        hf_expert="mlp.experts.{0}.{1}.weight",
+        scores="sigmoid",
+        scale=float(hf_config.routed_scaling_factor),
+        hf_expert_bias="mlp.gate.e_score_correction_bias",
+        shared_ffn_size=int(hf_config.moe_intermediate_size * hf_config.n_shared_experts) or None,
+        hf_shared_expert="mlp.shared_experts",
+    )
+    return bool(hf_config.attention_bias), bool(hf_config.use_qk_norm), moe
 
 
 def _mixtral(hf_config: Any) -> _Family:
@@ -220,9 +268,11 @@ def _mixtral(hf_config: Any) -> _Family:
 
 
 FAMILIES: dict[str, Callable[[Any], _Family]] = {
+    "glm4_moe": _glm4_moe,
     "llama": _llama,
     "mixtral": _mixtral,
     "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
 }

@@ -204,6 +204,10 @@ def _check_experts(layout: MegatronLayout, shape: ModelShape) -> None:
             f"expert_tensor_parallel_size {etp} does not divide an expert's width {shape.moe.ffn_size}. Choose a "
             f"divisor."
         )
+    if shape.moe.shared_ffn_size is not None and shape.moe.shared_ffn_size % tp:
+        raise ValueError(
+            f"tensor_parallel_size {tp} does not divide the shared expert's width {shape.moe.shared_ffn_size}."
+        )
     if tp > 1 and not layout.sequence_parallel:
         raise ValueError(
             f"Experts with tensor_parallel_size {tp} need sequence_parallel=True: without it every tensor-parallel "

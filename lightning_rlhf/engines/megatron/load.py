@@ -205,10 +205,14 @@ def _check_shapes(
 
 
 def _check_names(names: set[str], shape: ModelShape) -> None:
+    left_out = tuple(f"model.layers.{shape.num_layers + layer}." for layer in range(shape.extra_layers))
     unread = sorted(
         name
         for name in names
-        if not is_known_hf_name(name, shape) and name != HEAD and not name.endswith("rotary_emb.inv_freq")
+        if not is_known_hf_name(name, shape)
+        and name != HEAD
+        and not name.endswith("rotary_emb.inv_freq")
+        and not name.startswith(left_out)
     )
     if unread:
         raise ValueError(

@@ -74,6 +74,7 @@ def _build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=shape.tied and not value_head,
         position_embedding_type="rope",
+        rotary_percent=shape.rotated,
         vp_stage=vp_stage,
     )
     if value_head and chunk.post_process:

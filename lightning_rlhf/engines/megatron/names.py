@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_rlhf.engines.megatron.families import ModelShape
+from lightning_rlhf.engines.megatron.families import ModelShape, MoEShape
 from lightning_rlhf.engines.megatron.value import ValueHead
 
 Kind = Literal["plain", "vocab", "row", "qkv", "gate_up"]
@@ -56,7 +56,7 @@ class Parameter:
 @lru_cache(maxsize=16)
 def rules(shape: ModelShape) -> tuple[Rule, ...]:
     """The table for one model, in the spellings of the local and of the Transformer Engine spec."""
-    layer, hf = r"decoder\.layers\.(?P<layer>\d+)\.", "model.layers.{layer}."
+    layer, hf = _LAYER_PATTERN, _HF_LAYER
     attention, mlp = layer + r"self_attention\.", layer + r"mlp\."
     table = [
         Rule(r"embedding\.word_embeddings\.weight", "vocab", (EMBEDDING,)),
@@ -82,18 +82,33 @@ def rules(shape: ModelShape) -> tuple[Rule, ...]:
             for one in "qk"
         ]
     if shape.moe is not None:
-        gate, up, down = (hf + shape.moe.hf_expert.format("{expert}", part) for part in shape.moe.hf_expert_parts)
-        sequential, grouped = mlp + r"experts\.local_experts\.(?P<expert>\d+)\.", mlp + r"experts\."
-        table += [
-            Rule(mlp + r"router\.weight", "plain", (hf + shape.moe.hf_router,)),
-            Rule(sequential + r"linear_fc1\.weight", "gate_up", (gate, up), is_expert=True),
-            Rule(sequential + r"linear_fc2\.weight", "row", (down,), is_expert=True),
-            Rule(grouped + r"linear_fc1\.weight(?P<expert>\d+)", "gate_up", (gate, up), is_expert=True),
-            Rule(grouped + r"linear_fc2\.weight(?P<expert>\d+)", "row", (down,), is_expert=True),
-        ]
+        table += _expert_rules(shape.moe)
     return tuple(table)
 
 
+def _expert_rules(moe: MoEShape) -> list[Rule]:
+    mlp, hf = _LAYER_PATTERN + r"mlp\.", _HF_LAYER
+    gate, up, down = (hf + moe.hf_expert.format("{expert}", part) for part in moe.hf_expert_parts)
+    sequential, grouped = mlp + r"experts\.local_experts\.(?P<expert>\d+)\.", mlp + r"experts\."
+    table = [
+        Rule(mlp + r"router\.weight", "plain", (hf + moe.hf_router,)),
+        Rule(sequential + r"linear_fc1\.weight", "gate_up", (gate, up), is_expert=True),
+        Rule(sequential + r"linear_fc2\.weight", "row", (down,), is_expert=True),
+        Rule(grouped + r"linear_fc1\.weight(?P<expert>\d+)", "gate_up", (gate, up), is_expert=True),
+        Rule(grouped + r"linear_fc2\.weight(?P<expert>\d+)", "row", (down,), is_expert=True),
+    ]
+    if moe.hf_expert_bias is not None:
+        table.append(Rule(mlp + r"router\.expert_bias", "plain", (hf + moe.hf_expert_bias,)))
+    if moe.shared_ffn_size is not None:
+        gate, up, down = (f"{hf}{moe.hf_shared_expert}.{part}.weight" for part in moe.hf_expert_parts)
+        table.append(Rule(mlp + r"shared_experts\.linear_fc1\.weight", "gate_up", (gate, up)))
+        table.append(Rule(mlp + r"shared_experts\.linear_fc2\.weight", "row", (down,)))
+    if moe.hf_shared_gate is not None:
+        table.append(Rule(mlp + r"shared_experts\.gate_weight", "plain", (hf + moe.hf_shared_gate,)))
+    return table
+
+
+_LAYER_PATTERN, _HF_LAYER = r"decoder\.layers\.(?P<layer>\d+)\.", "model.layers.{layer}."
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
@@ -131,7 +146,7 @@ def _hf_patterns(shape: ModelShape) -> tuple[str, ...]:
 
 
 def local_parameters(chunks: Sequence[nn.Module], *, num_local_experts: int, expert_rank: int) -> dict[str, Any]:
-    """This rank's parameters by their global megatron names.
+    """This rank's parameters by their global megatron names, and the buffers that checkpoints hold.
 
     Args:
         chunks: the unwrapped model chunks.
@@ -143,7 +158,8 @@ def local_parameters(chunks: Sequence[nn.Module], *, num_local_experts: int, exp
         any_chunk: Any = chunk
         layers = [layer.layer_number - 1 for layer in any_chunk.decoder.layers]
         has_value_head = any_chunk.post_process and isinstance(any_chunk.output_layer, ValueHead)
-        for name, parameter in chunk.named_parameters():
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
+        for name, parameter in (*chunk.named_parameters(), *buffers):
             if has_value_head and name == "output_layer.weight":
                 name = "value_head.weight"
             layer = _LAYER.match(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import partial
 from pathlib import Path
@@ -109,19 +110,39 @@ def test_weights_that_do_not_fit(change: Any, message: str) -> None:
     assert re.search(message, said), said
 
 
+_FP32 = ("mlp.gate.weight", "e_score_correction_bias", "score.weight")
+
+
+def with_layers_for_prediction() -> None:
+    """Checkpoints of this family hold a layer more, which nobody asks for."""
+    hf_config = copy.deepcopy(tiny("glm4_moe").config)
+    weights = dict(reference("glm4_moe").weights) | {"model.layers.4.eh_proj.weight": torch.zeros(1)}
+    with choose_backend("cpu").active():
+        initialize_groups(MegatronLayout())
+        chunks = build_model(hf_config, layout=MegatronLayout(), backend=choose_backend("cpu"))
+        with pytest.raises(ValueError, match="eh_proj"):
+            load_parameters(chunks, StateDictSource(weights), hf_config=hf_config)
+        hf_config.num_mtp_layers = 1
+        load_parameters(chunks, StateDictSource(weights), hf_config=hf_config)
+
+
+def test_layers_for_multi_token_prediction_are_left_out_as_in_transformers() -> None:
+    run_distributed(with_layers_for_prediction, 1)
+
+
 def dtypes(family: str, layout: MegatronLayout, value_head: bool) -> dict[str, torch.dtype]:
     with choose_backend("cpu").active():
         chunks = build(family, layout, value_head=value_head, compute_dtype=torch.bfloat16)
         return {name: t.dtype for name, t in export_parameters(chunks, hf_config=tiny(family).config)}
 
 
-@pytest.mark.parametrize("value_head", [False, True])
-def test_routers_and_value_heads_stay_fp32_in_bf16(value_head: bool) -> None:
+@pytest.mark.parametrize(("family", "value_head"), [("qwen3_moe", True), ("glm4_moe", False)])
+def test_routers_and_value_heads_stay_fp32_in_bf16(family: str, value_head: bool) -> None:
     layout = MegatronLayout(pipeline_parallel_size=2, expert_parallel_size=2)
-    reference("qwen3_moe", value_head=value_head)
-    for found in run_distributed(dtypes, 4, "qwen3_moe", layout, value_head):
+    reference(family, value_head=value_head)
+    for found in run_distributed(dtypes, 4, family, layout, value_head):
         full = {name for name, dtype in found.items() if dtype == torch.float32}
-        assert full == {name for name in found if name.endswith(("mlp.gate.weight", "score.weight"))}
+        assert full == {name for name in found if name.endswith(_FP32)}
         assert set(found.values()) == {torch.float32, torch.bfloat16}
 
 

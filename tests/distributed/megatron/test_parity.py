@@ -93,6 +93,10 @@ EXPERTS = {
     "cp2_ep2": ("qwen3_moe", 2, {"cp": 2, "ep": 2}, "alltoall"),
     "tp2_cp2_pp2_ep4": ("qwen3_moe", 8, {"tp": 2, "sp": True, "cp": 2, "pp": 2, "ep": 4, "etp": 1}, "alltoall"),
     "mixed_pp2_ep2": ("qwen3_moe_mixed", 4, {"pp": 2, "ep": 2}, "alltoall"),
+    "shared_gated_tp2_ep2": ("qwen2_moe", 2, {"tp": 2, "sp": True, "ep": 2, "etp": 1}, "alltoall"),
+    "shared_gated_pp2": ("qwen2_moe", 2, {"pp": 2}, "alltoall"),
+    "expert_bias_tp2_ep2": ("glm4_moe", 2, {"tp": 2, "sp": True, "ep": 2, "etp": 1}, "alltoall"),
+    "expert_bias_cp2_pp2": ("glm4_moe", 4, {"cp": 2, "pp": 2, "attention": "ring"}, "alltoall"),
     "mixtral_ep2": ("mixtral", 2, {"ep": 2}, "alltoall"),
     "mixtral_tp2_pp2": ("mixtral", 4, {"tp": 2, "sp": True, "pp": 2}, "alltoall"),
 }

@@ -20,10 +20,10 @@ def config(family: str, **changes: Any) -> Any:
 def test_shape(family: str) -> None:
     shape = model_shape(tiny(family).config)
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 4, 2, 16)
-    assert shape.qkv_bias == (family == "qwen2")
-    assert shape.qk_norm == family.startswith("qwen3")
+    assert shape.qkv_bias == (family in ("qwen2", "qwen2_moe", "glm4_moe"))
+    assert shape.qk_norm == (family.startswith("qwen3") or family == "glm4_moe")
     assert shape.tied == (family == "qwen3_tied")
-    assert (shape.moe is not None) == (family in ("qwen3_moe", "mixtral"))
+    assert (shape.moe is not None) == (family == "mixtral" or family.endswith("moe"))
 
 
 def test_layers_with_and_without_experts() -> None:
@@ -51,6 +51,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "output_bias": ("llama", {"attention_bias": True}, "attention_bias=True"),
     "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    "expert_groups": ("glm4_moe", {"n_group": 2, "topk_group": 1}, "n_group=2"),
     "window": ("mixtral", {"sliding_window": 16}, "sliding_window=16"),
     "layer_window": (
         "qwen2",
@@ -67,7 +68,7 @@ def test_refused(family: str, changes: dict[str, Any], message: str) -> None:
 
 
 def test_unknown_family() -> None:
-    with pytest.raises(ValueError, match="does not know model_type 'gpt2'; it knows llama, mixtral, qwen2"):
+    with pytest.raises(ValueError, match="does not know model_type 'gpt2'; it knows glm4_moe, llama, mixtral"):
         model_shape(GPT2Config())
 
 
@@ -76,7 +77,7 @@ def test_rotary_scaling_that_also_scales_scores_is_refused() -> None:
         inverse_frequencies(config("llama", rope_parameters=YARN))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4_moe"])
 def test_rotary_frequencies_are_those_of_transformers(family: str) -> None:
     model: Any = tiny(family)
     assert torch.equal(inverse_frequencies(model.config), model.model.rotary_emb.inv_freq)
