@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,119 +9,78 @@ import torch
 import torch.distributed as dist
 from support.experience import make_experience, policy_gradient
 from support.fork import DistributedError, run_distributed
+from support.sharded import (
+    ADAMW,
+    CPU,
+    LENGTHS,
+    TOLERANCE,
+    UNEVEN,
+    Outcome,
+    difference,
+    engine_config,
+    on_ranks,
+    one_process,
+    sharded_engine,
+    train,
+)
 from support.tiny import tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineRegistry
-from lightning_rlhf.engines import checkpoint, fsdp2
+from lightning_rlhf.contracts.engine import EngineConfig, EngineRegistry
+from lightning_rlhf.engines import fsdp2
 from lightning_rlhf.engines.fsdp2 import FSDP2Engine
 from lightning_rlhf.engines.torch import TorchEngine
 from lightning_rlhf.metrics import Metric
 from lightning_rlhf.types import Experience, LossOutput, ModelOutputs
 
-CPU = torch.device("cpu")
-ADAMW = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
-LENGTHS = [5, 30, 8, 17, 3, 40, 12, 9]
-STEPS = 3
-TOLERANCE = 1e-5
-
-Outcome = tuple[list[tuple[float, float]], dict[str, Tensor]]
-"""Loss and gradient norm of each step, and the parameters at the end."""
-
-
-def _config(*, tied: bool = False, seed: int = 0, **kwargs: Any) -> EngineConfig:
-    return EngineConfig(
-        **{"model": tiny_model(tied=tied, seed=seed), "optimizer": ADAMW, "max_grad_norm": 0.5, **kwargs}
-    )
-
-
-def _sharded(config: EngineConfig, *shape: int, **kwargs: Any) -> FSDP2Engine:
-    sizes = shape or (dist.get_world_size(),)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard")[-len(sizes) :])
-    engine = FSDP2Engine(config, device=CPU, mesh=mesh, **kwargs)
-    engine.initialize()
-    return engine
-
-
-def _train(engine: BaseEngine, data: Experience, steps: int = STEPS) -> Outcome:
-    seen = []
-    for _ in range(steps):
-        metrics = engine.train_batch(data, policy_gradient)
-        seen.append((metrics["loss"], metrics["grad_norm"]))
-    return seen, {name: value.clone() for name, value in engine.get_per_tensor_param()}
-
-
-def _one_process(**kwargs: Any) -> Outcome:
-    engine = TorchEngine(_config(**kwargs), device=CPU)
-    engine.initialize()
-    return _train(engine, make_experience(LENGTHS))
-
-
-def _on_ranks(rows: list[list[int]], shape: tuple[int, ...], kwargs: dict[str, Any]) -> Outcome:
-    engine = _sharded(_config(**kwargs), *shape)
-    assert engine.data_parallel_size == dist.get_world_size()
-    assert engine.data_parallel_rank == dist.get_rank()
-    return _train(engine, make_experience(LENGTHS).select(rows[dist.get_rank()]))
-
-
-def _difference(found: Outcome, expected: Outcome) -> float:
-    assert found[1].keys() == expected[1].keys()
-    numbers = [
-        abs(a - b)
-        for mine, theirs in zip(found[0], expected[0], strict=True)
-        for a, b in zip(mine, theirs, strict=True)
-    ]
-    parameters = [float((found[1][name] - value).abs().max()) for name, value in expected[1].items()]
-    return max(*numbers, *parameters)
-
-
 CUTS = [{}, {"micro_batch_size": 2}, {"max_tokens_per_micro_batch": 48}]
-UNEVEN = [[0, 1, 2, 3, 4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize("rows", [UNEVEN, [[5, 0, 7, 6, 1, 2, 4, 3], []]], ids=["uneven", "one-empty"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_two_ranks_equal_one_process(tied: bool, cut: dict[str, int], rows: list[list[int]]) -> None:
-    expected = _one_process(tied=tied)
+    expected = one_process(tied=tied)
     start = dict(tiny_model(tied=tied).named_parameters())
     assert max(float((value - start[name].detach()).abs().max()) for name, value in expected[1].items()) > 1e-3
-    for found in run_distributed(_on_ranks, 2, rows, (), {"tied": tied, **cut}):
-        assert _difference(found, expected) < TOLERANCE
+    for found in run_distributed(on_ranks, 2, rows, (), {"tied": tied, **cut}):
+        assert difference(found, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4), (4, 1)], ids=str)
 def test_four_ranks_equal_one_process(shape: tuple[int, ...]) -> None:
-    expected = _one_process(tied=True)
+    expected = one_process(tied=True)
     rows = [[0, 1, 2], [3], [], [7, 6, 5, 4]]
-    for found in run_distributed(_on_ranks, 4, rows, shape, {"tied": True, "max_tokens_per_micro_batch": 48}):
-        assert _difference(found, expected) < TOLERANCE
+    for found in run_distributed(on_ranks, 4, rows, shape, {"tied": True, "max_tokens_per_micro_batch": 48}):
+        assert difference(found, expected) < TOLERANCE
 
 
 def test_other_memory_settings_change_nothing() -> None:
     def run() -> list[Outcome]:
         data = make_experience(LENGTHS).select(UNEVEN[dist.get_rank()])
-        config = _config(micro_batch_size=2)
-        recomputing = _config(micro_batch_size=2, gradient_checkpointing=True)
-        return [_train(_sharded(config, reshard_after_forward=False), data), _train(_sharded(recomputing), data)]
+        config = engine_config(micro_batch_size=2)
+        recomputing = engine_config(micro_batch_size=2, gradient_checkpointing=True)
+        return [
+            train(sharded_engine(config, reshard_after_forward=False), data),
+            train(sharded_engine(recomputing), data),
+        ]
 
-    expected = _one_process()
+    expected = one_process()
     for outcomes in run_distributed(run, 2):
         for found in outcomes:
-            assert _difference(found, expected) < TOLERANCE
+            assert difference(found, expected) < TOLERANCE
 
 
 def test_negative_control_averaged_gradients_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp2, "sum_gradients", lambda model: None)
-    expected = _one_process()
-    for found in run_distributed(_on_ranks, 2, UNEVEN, (), {}):
+    expected = one_process()
+    for found in run_distributed(on_ranks, 2, UNEVEN, (), {}):
         assert found[0][0][0] == pytest.approx(expected[0][0][0], abs=TOLERANCE)  # the loss does not show it
         assert found[0][0][1] == pytest.approx(expected[0][0][1] / 2, rel=1e-4)
-        assert _difference(found, expected) > 100 * TOLERANCE
+        assert difference(found, expected) > 100 * TOLERANCE
 
 
 def test_a03_tokens_weigh_the_same_on_every_rank() -> None:
@@ -136,14 +92,14 @@ def test_a03_tokens_weigh_the_same_on_every_rank() -> None:
     # valid tokens and mean losses: rank 0 (4, 1), (2, 5); rank 1 (1, 8), (1, 0): 22 over 8 tokens
     data = make_experience([6, 4, 3, 3])
     data.advantages[data.response_mask] = torch.tensor([1.0] * 4 + [5.0] * 2 + [8.0] + [0.0])
-    alone = TorchEngine(_config(), device=CPU)
+    alone = TorchEngine(engine_config(), device=CPU)
     alone.initialize()
     expected = alone.train_batch(data, terms)
 
     def run() -> list[dict[str, float]]:
         rows = [[0, 1], [2, 3]][dist.get_rank()]
         cuts = ({"micro_batch_size": 1}, {"micro_batch_size": 2})
-        return [_sharded(_config(**cut)).train_batch(data.select(rows), terms) for cut in cuts]
+        return [sharded_engine(engine_config(**cut)).train_batch(data.select(rows), terms) for cut in cuts]
 
     for metrics in run_distributed(run, 2):
         for found in metrics:
@@ -156,7 +112,7 @@ def test_b01_ranks_agree_on_the_number_of_micro_batches() -> None:
     whole = make_experience(lengths[0] + lengths[1])
 
     def run(rows: list[list[int]]) -> tuple[int, int, list[int], Outcome, Tensor]:
-        engine = _sharded(_config(max_tokens_per_micro_batch=100))
+        engine = sharded_engine(engine_config(max_tokens_per_micro_batch=100))
         data = whole.select(rows[dist.get_rank()])
         sampled: list[int] = []
         forwards: list[int] = []
@@ -172,13 +128,13 @@ def test_b01_ranks_agree_on_the_number_of_micro_batches() -> None:
         engine.forward_backward_batch(data, loss)
         num_trained = len(forwards) - num_inferred
         engine.zero_grad()
-        return num_inferred, num_trained, sampled, _train(engine, data), inferred
+        return num_inferred, num_trained, sampled, train(engine, data), inferred
 
-    alone = TorchEngine(_config(), device=CPU)
+    alone = TorchEngine(engine_config(), device=CPU)
     alone.initialize()
     log_probs = alone.infer_batch(whole).log_probs
     assert log_probs is not None
-    expected = _train(alone, whole)
+    expected = train(alone, whole)
     uneven = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     even = [[0, 1, 5, 6, 7], [2, 3, 4, 8, 9]]
     for rows, count in ((uneven, 5), (even, 4)):
@@ -186,14 +142,14 @@ def test_b01_ranks_agree_on_the_number_of_micro_batches() -> None:
         for rank, (num_inferred, num_trained, sampled, outcome, inferred) in enumerate(results):
             assert (num_inferred, num_trained) == (count, count)
             assert sorted(sampled) == sorted(rows[rank])
-            assert _difference(outcome, expected) < TOLERANCE
+            assert difference(outcome, expected) < TOLERANCE
             places = torch.cat([torch.arange(whole.cu_seqlens[r], whole.cu_seqlens[r + 1]) for r in rows[rank]])
             torch.testing.assert_close(inferred, log_probs[places], atol=TOLERANCE, rtol=0)
 
 
 def test_a_rank_that_cannot_cut_its_share_stops_all() -> None:
     def run() -> str:
-        engine = _sharded(_config(max_tokens_per_micro_batch=20))
+        engine = sharded_engine(engine_config(max_tokens_per_micro_batch=20))
         data = make_experience([[10, 21], [10]][dist.get_rank()])
         with pytest.raises((ValueError, RuntimeError)) as caught:
             engine.infer_batch(data)
@@ -216,7 +172,7 @@ def test_gradients_travel_once_however_many_micro_batches_there_are() -> None:
     def run() -> list[int]:
         counts = []
         for micro_batch_size in (1, 8):
-            engine = _sharded(_config(micro_batch_size=micro_batch_size))
+            engine = sharded_engine(engine_config(micro_batch_size=micro_batch_size))
             data = make_experience(LENGTHS).select(UNEVEN[dist.get_rank()])
             with _ReduceScatters() as traffic:
                 engine.forward_backward_batch(data, policy_gradient)
@@ -238,7 +194,9 @@ def test_metrics_are_joined_over_ranks() -> None:
     data = make_experience(LENGTHS)
 
     def run() -> dict[str, float]:
-        return _sharded(_config(micro_batch_size=1)).train_batch(data.select([[0, 1, 2], []][dist.get_rank()]), loss)
+        return sharded_engine(engine_config(micro_batch_size=1)).train_batch(
+            data.select([[0, 1, 2], []][dist.get_rank()]), loss
+        )
 
     part = data.select([0, 1, 2])
     values = part.advantages[part.loss_mask]
@@ -252,7 +210,7 @@ def test_forwards_in_any_order_see_the_current_weights() -> None:
     data = make_experience(LENGTHS)
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
-        engine = _sharded(_config(tied=True))
+        engine = sharded_engine(engine_config(tied=True))
         mine = data.select(UNEVEN[dist.get_rank()])
         engine.infer_batch(mine)
         engine.forward_backward_batch(mine, policy_gradient)
@@ -264,7 +222,7 @@ def test_forwards_in_any_order_see_the_current_weights() -> None:
         assert log_probs is not None
         return exported, log_probs, mine.tokens
 
-    alone = TorchEngine(_config(tied=True), device=CPU)
+    alone = TorchEngine(engine_config(tied=True), device=CPU)
     alone.initialize()
     alone.forward_backward_batch(data, policy_gradient)
     alone.optimizer_step()
@@ -279,7 +237,7 @@ def test_a_broken_gradient_on_one_rank_skips_the_step_on_all() -> None:
     data = make_experience(LENGTHS)
 
     def run() -> tuple[bool, bool]:
-        engine = _sharded(_config())
+        engine = sharded_engine(engine_config())
         before = {name: value.clone() for name, value in engine.get_per_tensor_param()}
         mine = data.select(UNEVEN[dist.get_rank()])
         if dist.get_rank() == 1:
@@ -293,12 +251,12 @@ def test_a_broken_gradient_on_one_rank_skips_the_step_on_all() -> None:
 
 def test_bf16_compute_keeps_fp32_shards_and_log_probs() -> None:
     data = make_experience(LENGTHS)
-    exact = TorchEngine(_config(), device=CPU)
+    exact = TorchEngine(engine_config(), device=CPU)
     exact.initialize()
     expected = exact.train_batch(data, policy_gradient)
 
     def run() -> dict[str, float]:
-        engine = _sharded(_config(compute_dtype=torch.bfloat16, micro_batch_size=2))
+        engine = sharded_engine(engine_config(compute_dtype=torch.bfloat16, micro_batch_size=2))
         mine = data.select(UNEVEN[dist.get_rank()])
         log_probs = engine.infer_batch(mine).log_probs
         assert log_probs is not None
@@ -317,14 +275,14 @@ def test_bf16_compute_keeps_fp32_shards_and_log_probs() -> None:
 def test_replicas_of_the_torch_engine_equal_one_process() -> None:
     def run() -> Outcome:
         # replicas that start apart take the first one's parameters
-        config = _config(seed=dist.get_rank(), max_tokens_per_micro_batch=48)
+        config = engine_config(seed=dist.get_rank(), max_tokens_per_micro_batch=48)
         engine = TorchEngine(config, device=CPU, process_group=dist.group.WORLD)
         engine.initialize()
-        return _train(engine, make_experience(LENGTHS).select(UNEVEN[dist.get_rank()]))
+        return train(engine, make_experience(LENGTHS).select(UNEVEN[dist.get_rank()]))
 
-    expected = _one_process()
+    expected = one_process()
     for found in run_distributed(run, 2):
-        assert _difference(found, expected) < TOLERANCE
+        assert difference(found, expected) < TOLERANCE
 
 
 def test_the_registry_builds_it_and_a_sharded_module_is_not_taken_twice() -> None:
@@ -342,81 +300,10 @@ def test_the_registry_builds_it_and_a_sharded_module_is_not_taken_twice() -> Non
     assert all("copy.deepcopy" in message for message in run_distributed(run, 2))
 
 
-def _continue(path: Path, build: Callable[[EngineConfig], BaseEngine]) -> Outcome:
-    engine = build(_config(seed=7))  # other weights, which the checkpoint replaces
-    engine.load_checkpoint(path)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return _train(engine, make_experience(LENGTHS).select(range(rank, len(LENGTHS), world)), steps=1)
-
-
-def test_f07_an_engine_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
-    def save() -> Outcome:
-        engine = _sharded(_config())
-        data = make_experience(LENGTHS).select(UNEVEN[dist.get_rank()])
-        _train(engine, data, steps=2)
-        engine.save_checkpoint(tmp_path / "step")
-        return _train(engine, data, steps=1)
-
-    expected = run_distributed(save, 2)[0]
-
-    def build(config: EngineConfig) -> TorchEngine:
-        engine = TorchEngine(config, device=CPU)
-        engine.initialize()
-        return engine
-
-    assert _difference(_continue(tmp_path / "step", build), expected) < TOLERANCE
-    for world in (1, 2, 3):
-        for found in run_distributed(_continue, world, tmp_path / "step", _sharded):
-            assert _difference(found, expected) < TOLERANCE
-    # and bit for bit on the same layout
-    again = run_distributed(_resume_unevenly, 2, tmp_path / "step")
-    assert _difference(again[0], expected) == 0.0
-
-
-def _resume_unevenly(path: Path) -> Outcome:
-    engine = _sharded(_config(seed=7))
-    engine.load_checkpoint(path)
-    return _train(engine, make_experience(LENGTHS).select(UNEVEN[dist.get_rank()]), steps=1)
-
-
-def _weight(value: float) -> tuple[nn.Linear, torch.optim.Adam]:
-    layer = nn.Linear(5, 2, bias=False)
-    nn.init.constant_(layer.weight, value)
-    fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return layer, torch.optim.Adam(layer.parameters(), lr=0.1)
-
-
-def _adam_step(layer: nn.Linear, optimizer: torch.optim.Adam, gradient: float) -> None:
-    layer.weight.grad = torch.full_like(layer.weight, gradient)
-    optimizer.step()
-
-
-def test_f07_adam_moments_survive_another_number_of_ranks(tmp_path: Path) -> None:
-    def save() -> None:
-        layer, optimizer = _weight(1.0)
-        for _ in range(3):
-            _adam_step(layer, optimizer, 1.0)
-        checkpoint.save(tmp_path / "step", layer, optimizer, None, group=dist.group.WORLD)
-
-    def load() -> tuple[Tensor, Tensor]:
-        layer, optimizer = _weight(9.0)
-        checkpoint.load(tmp_path / "step", layer, optimizer, None, group=dist.group.WORLD)
-        loaded = layer.weight.detach().full_tensor().clone()
-        _adam_step(layer, optimizer, -1.0)
-        return loaded, layer.weight.detach().full_tensor()
-
-    run_distributed(save, 2)
-    for world in (1, 2, 3):
-        for loaded, stepped in run_distributed(load, world):
-            torch.testing.assert_close(loaded, torch.full((2, 5), 0.7), atol=1e-5, rtol=0)
-            torch.testing.assert_close(stepped, torch.full((2, 5), 0.65816), atol=1e-5, rtol=0)
-
-
 def test_a_mesh_of_three_axes_is_refused() -> None:
     def run() -> None:
         mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
-        FSDP2Engine(_config(), device=CPU, mesh=mesh)
+        FSDP2Engine(engine_config(), device=CPU, mesh=mesh)
 
     with pytest.raises(DistributedError, match=r"dp_replicate x dp_shard, got axes \('a', 'b', 'c'\)"):
         run_distributed(run, 2)
