@@ -3,7 +3,7 @@
 Layout::
 
     step.ckpt/
-      manifest.json      written last; names every file with its size
+      manifest.json      written last; names every file with its size and CRC-32, and the back end that wrote it
       trainer.pt         Lightning's dictionary (loops, callbacks, data position, counters)
       rng_<rank>.pt      one rank's random-number state
       actor/ ...         one folder per engine, written by the engine
@@ -14,14 +14,17 @@ only a ``.part`` folder behind.
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_rlhf.contracts.callback import RNG_STATE_KEY
 
@@ -35,7 +38,7 @@ TRAINER_STATE = "trainer.pt"
 
 def save(strategy: RLStrategy, checkpoint: dict[str, Any], path: Path) -> None:
     """Writes one checkpoint. Collective."""
-    part = path.with_name(path.name + ".part")
+    part = _part_of(path)
     checkpoint = dict(checkpoint)
     rng = checkpoint.pop(RNG_STATE_KEY, None)
     checkpoint.pop("optimizer_states", None)  # the engines' folders hold these
@@ -44,33 +47,102 @@ def save(strategy: RLStrategy, checkpoint: dict[str, Any], path: Path) -> None:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
     for role, engine in _trained(strategy).items():
-        engine.save_checkpoint(part / role)
+        with _all_ranks(strategy, path):
+            engine.save_checkpoint(part / role)
     with _all_ranks(strategy, path):
-        torch.save(rng, part / f"rng_{strategy.global_rank}.pt")
+        _write(part / f"rng_{strategy.global_rank}.pt", rng)
         if strategy.is_global_zero:
-            torch.save(checkpoint, part / TRAINER_STATE)
+            _write(part / TRAINER_STATE, checkpoint)
+    with _all_ranks(strategy, path):
+        digest = part / f"crc32_{strategy.global_rank}.json"
+        digest.write_text(json.dumps(_checksums(part, _share(strategy, _files(part)))))
     with _all_ranks(strategy, path):
         if strategy.is_global_zero:
-            found = [file for file in sorted(part.rglob("*")) if file.is_file()]
-            files = {str(file.relative_to(part)): file.stat().st_size for file in found}
-            (part / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+            _write_manifest(strategy, part)
             _replace(part, path)
+
+
+def _files(folder: Path) -> list[str]:
+    """What a manifest names, in one order on every rank."""
+    found = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    return sorted(str(file) for file in found if not file.name.startswith("crc32_") and file.name != MANIFEST)
+
+
+def _share(strategy: RLStrategy, files: list[str]) -> list[str]:
+    """Those that this rank reads through."""
+    return files[strategy.global_rank :: strategy.world_size]
+
+
+def _checksums(folder: Path, files: list[str]) -> dict[str, int]:
+    found = {}
+    for name in files:
+        crc = 0
+        with (folder / name).open("rb") as file:
+            while block := file.read(2**22):
+                crc = zlib.crc32(block, crc)
+        found[name] = crc
+    return found
+
+
+def _write(path: Path, state: Any) -> None:
+    """torch.save, whose own error for a full disk would be a RuntimeError like any other."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
+def _write_manifest(strategy: RLStrategy, part: Path) -> None:
+    checksums: dict[str, int] = {}
+    for digest in part.glob("crc32_*.json"):
+        checksums.update(json.loads(digest.read_text()))
+        digest.unlink()
+    manifest = {
+        "files": {name: (part / name).stat().st_size for name in _files(part)},
+        "crc32": checksums,
+        "backend": strategy.backend,
+        "world_size": strategy.world_size,
+    }
+    (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 @contextmanager
 def _all_ranks(strategy: RLStrategy, path: Path) -> Iterator[None]:
-    """Runs the body on each rank, then waits for all; one rank's failed write is an error on every rank. Collective."""
-    failure: OSError | None = None
+    """Runs the body on each rank, then waits for all; one rank's failed write is an error on every rank. Collective.
+
+    What was written of the checkpoint is removed then: on a full disk it would stand in the next one's way.
+    """
+    failure: BaseException | None = None
     try:
         yield
-    except OSError as error:
+    except (OSError, CheckpointException) as error:
         failure = error
     if not strategy.reduce_boolean_decision(failure is None):
+        free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else None
+        strategy.barrier()  # all have looked before the room is given back
+        if strategy.is_global_zero:
+            shutil.rmtree(_part_of(path), ignore_errors=True)
         raise RuntimeError(
             f"Checkpoint {path} could not be written on every rank"
-            + (f"; on this one ({strategy.global_rank}): {failure}." if failure else "; see the other ranks' errors.")
+            + (
+                f"; on this one ({strategy.global_rank}): {_reason(failure)}."
+                if failure
+                else "; see the others' errors."
+            )
+            + ("" if free is None else f" With what was written, its file system has {free} bytes free.")
             + " Earlier checkpoints are as they were."
         ) from failure
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
+def _reason(failure: BaseException) -> str:
+    """The error of the operating system, out of what torch.distributed.checkpoint wraps around it."""
+    if isinstance(failure, CheckpointException):
+        causes = [f"rank {rank}: {cause[0]!r}" for rank, cause in failure.failures.items()]
+        return "; ".join(causes)
+    return str(failure)
 
 
 def _trained(strategy: RLStrategy) -> dict[str, BaseEngine]:
@@ -104,23 +176,55 @@ def _replace(part: Path, path: Path) -> None:
 
 def is_complete(path: Path) -> bool:
     """Whether every file that the manifest names is there with its size."""
-    manifest = path / MANIFEST
-    if not manifest.is_file():
+    stored = _manifest(path)
+    if stored is None:
         return False
-    files = json.loads(manifest.read_text())["files"]
+    files = stored["files"]
     return all((path / name).is_file() and (path / name).stat().st_size == size for name, size in files.items())
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest; None if it is not there or was cut short."""
+    file = path / MANIFEST
+    if not file.is_file():
+        return None
+    try:
+        stored = json.loads(file.read_text())
+    except ValueError:
+        return None
+    return stored if isinstance(stored, dict) and isinstance(stored.get("files"), dict) else None
+
+
+def damaged_files(path: Path, *, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Files of a whole checkpoint whose bytes are not those that were written.
+
+    Args:
+        path: the checkpoint.
+        rank: reads every ``world_size``-th file.
+        world_size: processes that share the reading.
+    """
+    expected = (_manifest(path) or {}).get("crc32", {})
+    names = sorted(expected)[rank::world_size]
+    found = _checksums(path, names)
+    return [name for name in names if found[name] != expected[name]]
 
 
 def load(strategy: RLStrategy, path: Path) -> dict[str, Any]:
     """Loads the engines and returns Lightning's dictionary. Collective.
 
     Raises:
-        ValueError: if the folder is not a whole checkpoint.
+        ValueError: if the folder is not a whole checkpoint, or a file of it was changed.
     """
     if not is_complete(path):
         raise ValueError(
             f"{path} is not a whole checkpoint of {type(strategy).__name__}: {MANIFEST} is missing or names files that "
             f"are absent or cut short. Choose another checkpoint."
+        )
+    damaged = damaged_files(path, rank=strategy.global_rank, world_size=strategy.world_size)
+    if not strategy.reduce_boolean_decision(not damaged):
+        raise ValueError(
+            f"{path} is damaged: {', '.join(damaged) or 'see the other ranks'}: its bytes are not those that were "
+            f"written. Choose another checkpoint; ckpt_path='last' takes the newest whole one."
         )
     for role, engine in _trained(strategy).items():
         engine.load_checkpoint(path / role)

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.callbacks.rollout import RolloutCallback
+from lightning_rlhf.cli.run_records import RecordError
 from lightning_rlhf.cli.schema import RunConfig
 from lightning_rlhf.cli.summary import print_summary
 from lightning_rlhf.cli.targets import ConfigError
@@ -84,7 +85,11 @@ def build_trainer(cfg: DictConfig) -> pl.Trainer:
     """The Trainer with strategy, loggers and callbacks."""
     callbacks = [f"callbacks.{name}" for name, node in (cfg.callbacks or {}).items() if node is not None]
     parts = [build(key, cfg) for key in ("rollout", "weight_sync", *callbacks)]
-    loggers = [build(f"logger.{name}", cfg) for name, node in (cfg.logger or {}).items() if node is not None]
+    loggers = [
+        build(f"logger.{name}", cfg, **_continued(cfg, node))
+        for name, node in (cfg.logger or {}).items()
+        if node is not None
+    ]
     trainer: pl.Trainer = build(
         "trainer",
         cfg,
@@ -93,6 +98,21 @@ def build_trainer(cfg: DictConfig) -> pl.Trainer:
         callbacks=[part for part in parts if part is not None],
     )
     return trainer
+
+
+def _continued(cfg: DictConfig, logger: DictConfig) -> dict[str, Any]:
+    """What a W&B logger is told of the run that it goes on in; nothing for other loggers, or a run that starts anew."""
+    from lightning_rlhf.cli.run_checkpoints import find_checkpoint, wandb_run_id
+
+    is_wandb = str(logger.get("_target_", "")).endswith("WandbLogger")
+    if cfg.ckpt_path is None or not is_wandb or logger.get("id") is not None:
+        return {}
+    try:
+        checkpoint = find_checkpoint(Path(cfg.run_dir if cfg.ckpt_path == "last" else cfg.ckpt_path))
+    except RecordError:
+        return {}  # what is wrong with ckpt_path is the Trainer's to say
+    run_id = wandb_run_id(checkpoint)
+    return {} if run_id is None else {"id": run_id, "resume": "allow"}
 
 
 @rank_zero_only

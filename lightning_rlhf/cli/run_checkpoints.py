@@ -7,25 +7,20 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 import yaml
 from torch import Tensor
 
+from lightning_rlhf.callbacks.checkpoint import WANDB_RUN_ID, is_whole
 from lightning_rlhf.cli.run import CONFIG_FILE
 from lightning_rlhf.cli.run_records import RecordError
 from lightning_rlhf.engines.checkpoint import read_model
-from lightning_rlhf.strategies.checkpoints import MANIFEST, is_complete
+from lightning_rlhf.strategies.checkpoints import MANIFEST, TRAINER_STATE
 
 _NAME = re.compile(r"rl_step=(\d+)(?:-v\d+)?\.ckpt$")
 _ACTOR = "engine_modules.actor.hf_model."
 """Before the actor's names in the one file of a plain strategy."""
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end: a folder has all of its files, a file its archive's directory."""
-    return is_complete(checkpoint) if checkpoint.is_dir() else is_zipfile(checkpoint)
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -65,6 +60,16 @@ def model_of_run(checkpoint: Path) -> str:
         f"{checkpoint}: no {CONFIG_FILE} beside it says which model the run started from. Name its directory, which "
         f"has config and tokenizer: --model DIR."
     )
+
+
+def wandb_run_id(checkpoint: Path) -> str | None:
+    """The W&B run that wrote a checkpoint; None if there was none."""
+    file = checkpoint / TRAINER_STATE if checkpoint.is_dir() else checkpoint
+    stored = torch.load(file, map_location="cpu", weights_only=True, mmap=not checkpoint.is_dir())
+    for state in stored.get("callbacks", {}).values():
+        if isinstance(state, dict) and state.get(WANDB_RUN_ID) is not None:
+            return str(state[WANDB_RUN_ID])
+    return None
 
 
 def actor_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:

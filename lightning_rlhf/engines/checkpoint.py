@@ -67,10 +67,16 @@ def save(
                 tensors[f"optimizer.{names[parameter]}.{key}"] = torch.as_tensor(value)
     with _one_process_is_meant():
         dcp_save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
+    failure: OSError | None = None
     if group is None or dist.get_rank(group) == 0:
-        (path / NUMBERS_FILE).write_bytes(numbers.getvalue())
+        try:
+            (path / NUMBERS_FILE).write_bytes(numbers.getvalue())
+        except OSError as error:
+            failure = error
     if group is not None:
         dist.barrier(group)
+    if failure is not None:  # after the barrier: no rank waits for this one any more
+        raise failure
 
 
 def load(
