@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.export import HFExport
     from lightning_rlhf.callbacks.progress import RLProgressBar
     from lightning_rlhf.callbacks.report import RunReport
-    from lightning_rlhf.callbacks.rollout import HFRollout, RolloutCallback, VLLMRollout
+    from lightning_rlhf.callbacks.rollout import HFRollout, RolloutCallback
     from lightning_rlhf.callbacks.rollout_dump import RolloutDump
     from lightning_rlhf.callbacks.samples import SampleTable
     from lightning_rlhf.callbacks.throughput import Throughput
+    from lightning_rlhf.callbacks.vllm_rollout import VLLMRollout
     from lightning_rlhf.callbacks.weight_sync import WeightSync
 
 _PUBLIC = {
@@ -34,7 +35,7 @@ _PUBLIC = {
     "RunReport": "report",
     "SampleTable": "samples",
     "Throughput": "throughput",
-    "VLLMRollout": "rollout",
+    "VLLMRollout": "vllm_rollout",
     "WeightSync": "weight_sync",
 }
 

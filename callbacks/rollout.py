@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,6 @@ from lightning_rlhf.batching.checks import check_batch_sizes
 from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step
 from lightning_rlhf.callbacks.greedy_baseline import add_baselines
 from lightning_rlhf.callbacks.on_policy import as_on_policy
-from lightning_rlhf.callbacks.served_rollout import ServerSettings, build_served_engine
 from lightning_rlhf.callbacks.shared_rollout import generate_in_shares
 from lightning_rlhf.callbacks.weight_sync import WeightSync
 from lightning_rlhf.contracts.callback import RLCallback
@@ -274,106 +273,6 @@ class RolloutCallback(RLCallback):
         if self._model_directory is not None:
             self._model_directory.cleanup()
             self._model_directory = None
-
-
-class VLLMRollout(RolloutCallback):
-    """Samples with vLLM: one engine inside each training process, or replicas in processes of their own.
-
-    Args:
-        mode: ``"colocated"``, in each training process, or ``"server"``: replicas, which the first rank starts.
-        replicas: with ``"server"``, how many.
-        tensor_parallel_size: devices that share one replica's model.
-        devices: CUDA devices of each replica, one list for each.
-        urls: replicas that run already, instead of starting some.
-        token: that those ask for.
-        in_flight: what new weights do to responses under way: ``"keep"`` or ``"resubmit"``.
-        server: more of ``ServerSettings``, by name.
-        dtype: of vLLM's weights, ``"float32"`` or ``"bfloat16"``; None follows ``Trainer(precision=)``.
-        max_num_seqs: responses sampled side by side.
-        kv_cache_bytes: memory of the key-value cache.
-        engine_kwargs: passed on to ``vllm.LLM``.
-        **rollout: see ``RolloutCallback``.
-    """
-
-    def __init__(
-        self,
-        *,
-        mode: Literal["colocated", "server"] = "colocated",
-        replicas: int = 1,
-        tensor_parallel_size: int = 1,
-        devices: Sequence[Sequence[int]] | None = None,
-        urls: Sequence[str] = (),
-        token: str | None = None,
-        in_flight: Literal["keep", "resubmit"] = "keep",
-        server: dict[str, Any] | None = None,
-        dtype: str | None = None,
-        max_num_seqs: int = 64,
-        kv_cache_bytes: int = 512 * 2**20,
-        engine_kwargs: dict[str, Any] | None = None,
-        num_rollouts: int = 8,
-        max_new_tokens: int = 128,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        seed: int = 0,
-        max_model_len: int = 2048,
-        weight_sync: bool = True,
-        dynamic_sampling: DynamicSampling | None = None,
-    ) -> None:
-        super().__init__(
-            num_rollouts=num_rollouts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-            max_model_len=max_model_len,
-            weight_sync=weight_sync,
-            dynamic_sampling=dynamic_sampling,
-        )
-        if mode not in ("colocated", "server"):
-            raise ValueError(f"VLLMRollout(mode={mode!r}): expected 'colocated' or 'server'.")
-        self.server = ServerSettings(
-            replicas=replicas,
-            tensor_parallel_size=tensor_parallel_size,
-            devices=devices,
-            urls=tuple(urls),
-            token=token,
-            in_flight=in_flight,
-            **(server or {}),
-        )
-        if mode == "colocated" and self.server != ServerSettings():
-            raise ValueError(
-                "replicas=, tensor_parallel_size=, devices=, urls=, token=, in_flight= and server= are about "
-                "mode='server'; a colocated engine runs in each training process, on its device."
-            )
-        self.mode = mode
-        self.dtype = dtype
-        self.max_num_seqs = max_num_seqs
-        self.kv_cache_bytes = kv_cache_bytes
-        self.engine_kwargs = dict(engine_kwargs or {})
-
-    @override
-    def build_engine(self, trainer: pl.Trainer, model_directory: str | Path) -> RolloutEngine:
-        arguments: dict[str, Any] = {
-            "dtype": self.dtype or ("bfloat16" if trainer.precision == "bf16-mixed" else "float32"),
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "kv_cache_bytes": self.kv_cache_bytes,
-            "seed": self.sampling.seed,
-            "engine_kwargs": self.engine_kwargs,
-        }
-        if self.mode == "server":
-            return build_served_engine(self.server, trainer, model_directory, replica=arguments)
-        from lightning_rlhf.rollout.vllm import VLLMEngine
-
-        return VLLMEngine(model_directory, replica_index=trainer.global_rank, **arguments)
 
 
 class HFRollout(RolloutCallback):

@@ -32,7 +32,8 @@ class WeightSync(RLCallback):
     Args:
         engine: the checkpoint engine that carries the tensors, by name.
         every: ``"optimizer_step"`` pushes after each step of the actor; ``"rollout"`` once, before the next rollout,
-            which saves pushes that nobody reads when an RL step takes several optimizer steps.
+            which saves pushes that nobody reads when an RL step takes several optimizer steps; a number ``n`` after
+            every n-th, for rollouts that run ahead anyway (``VLLMRollout(max_staleness=...)``).
         probe_tolerance: largest log-prob difference on the probe, in nats; None allows 0.01 in fp32 and 1.0 in bf16,
             whose rounding alone reaches 0.3 nats on a rare token.
 
@@ -44,11 +45,11 @@ class WeightSync(RLCallback):
         self,
         *,
         engine: str = "naive",
-        every: Literal["optimizer_step", "rollout"] = "optimizer_step",
+        every: Literal["optimizer_step", "rollout"] | int = "optimizer_step",
         probe_tolerance: float | None = None,
     ) -> None:
-        if every not in ("optimizer_step", "rollout"):
-            raise ValueError(f"WeightSync(every={every!r}): expected 'optimizer_step' or 'rollout'.")
+        if every not in ("optimizer_step", "rollout") and not (isinstance(every, int) and every >= 1):
+            raise ValueError(f"WeightSync(every={every!r}): expected 'optimizer_step', 'rollout' or a number of steps.")
         self.checkpoint_engine = CheckpointEngineRegistry.new(engine)
         self.every = every
         self.probe_tolerance = probe_tolerance
@@ -59,9 +60,11 @@ class WeightSync(RLCallback):
     def on_after_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: OptimizerStep) -> None:
         if step.role != "actor" or not step.stepped or self.every == "rollout":
             return
+        module = as_on_policy(pl_module, callback=self)
+        if isinstance(self.every, int) and module.policy_version % self.every:
+            return
         # before the first rollout there is no engine to push to; ensure_fresh serves it then
         if self._manager is not None:
-            module = as_on_policy(pl_module, callback=self)
             with module.timed("sync"):
                 self._keep(module, self._manager.update_weights(module.policy_version))
 
@@ -72,12 +75,26 @@ class WeightSync(RLCallback):
         # the version that comes with the checkpoint may equal the engine's by chance
         self._manager = None
 
-    def ensure_fresh(self, module: OnPolicyModule, rollout: RolloutEngine) -> None:
-        """Pushes if the rollout engine does not hold the module's policy version. Collective."""
+    @property
+    def lag(self) -> int:
+        """Policy versions that the rollout engine's weights may be behind the policy's, between two pushes."""
+        return self.every - 1 if isinstance(self.every, int) else 0
+
+    def ensure_fresh(self, module: OnPolicyModule, rollout: RolloutEngine, *, max_lag: int = 0) -> None:
+        """Pushes if the rollout engine does not hold the policy version, or one not too far behind. Collective.
+
+        Args:
+            module: whose actor's weights they are.
+            rollout: the engine that is about to sample.
+            max_lag: versions that it may be behind.
+        """
         if self._manager is None or self._manager.rollout is not rollout or self._manager.engine is not module.actor:
             self._manager = self._build_manager(module, rollout)
             # versions are counted by each module for itself: equal numbers of two modules are not equal weights
             rollout.weight_version = None
+        held = rollout.weight_version
+        if max_lag and held is not None and 0 <= module.policy_version - held <= max_lag:
+            return
         with module.timed("sync"):
             receipt = self._manager.ensure_fresh(module.policy_version)
         if receipt is not None:

@@ -10,13 +10,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from support.fork import run_distributed
+from support.rollout import naive_log_probs
 from support.tiny import write_tiny_model
 from support.toy import Recorder, toy_data, toy_module, toy_trainer
+from transformers import AutoModelForCausalLM
 
-from lightning_rlhf.callbacks import VLLMRollout
+from lightning_rlhf.callbacks import RLCheckpoint, VLLMRollout, WeightSync
+from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling
 from lightning_rlhf.contracts.callback import OptimizerStep, RLCallback
+from lightning_rlhf.data import ListPrompts, PromptDataModule
+from lightning_rlhf.modules import OnPolicyModule
 from lightning_rlhf.rollout.served import ServedRolloutEngine
+from lightning_rlhf.types import PromptBatch
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 
@@ -87,6 +94,106 @@ def test_served_replicas_give_what_an_engine_in_the_process_gives(tmp_path: Path
             assert rank["steps"][index]["metrics"]["actor/mismatch_abs_max"] < 1e-5
 
 
+class VersionCheck(RLCallback):
+    """Keeps each version's weights, and holds every sampled token against the version that it names."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.weights = {0: {name: tensor.clone() for name, tensor in self.model.state_dict().items()}}
+        self.worst = 0.0
+        self.ages: set[int] = set()
+        self.trained: list[str] = []
+
+    def on_after_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: OptimizerStep) -> None:
+        assert isinstance(pl_module, OnPolicyModule)
+        state = {name: tensor.clone() for name, tensor in pl_module.actor.get_per_tensor_param()}
+        self.weights[pl_module.policy_version] = state
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, OnPolicyModule)
+        assert batch.rollouts is not None
+        rollouts, now = batch.rollouts, pl_module.policy_version - 1
+        self.trained += batch.uids
+        for version in set(rollouts.token_versions[rollouts.response_mask].tolist()):
+            self.ages.add(now - version)
+            self.model.load_state_dict(self.weights[version], strict=False)
+            self.model.tie_weights()
+            for row in range(len(rollouts)):
+                part = slice(*rollouts.cu_seqlens[row : row + 2].tolist())
+                expected = torch.tensor(naive_log_probs(self.model, rollouts.tokens[part].tolist()))
+                mine = rollouts.token_versions[part] == version
+                if mine.any():
+                    off = (rollouts.rollout_log_probs[part] - expected)[mine].abs().max().item()
+                    self.worst = max(self.worst, off)
+
+
+def _fit_ahead(
+    root: Path, model: Path, arguments: dict[str, Any], every: Any, steps: int, ckpt_path: str | None
+) -> dict[str, Any]:
+    recorder, check = Recorder(), VersionCheck(model)
+    rollout = VLLMRollout(
+        mode="server",
+        server={"threads": 1},
+        num_rollouts=4,
+        max_new_tokens=24,
+        max_model_len=64,
+        max_num_seqs=16,
+        kv_cache_bytes=16 << 20,
+        **arguments,
+    )
+    callbacks = [recorder, RLCheckpoint(every_n_rl_steps=2), *([check] if ckpt_path is None else [])]
+    trainer = toy_trainer(root, callbacks=[*callbacks, WeightSync(every=every)], rollout=rollout, weight_sync=False)
+    module = toy_module(model, max_rl_steps=steps)
+    try:
+        data = PromptDataModule(ListPrompts([f"{i} + {i + 1} =" for i in range(24)]), prompts_per_step=4)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+        window = rollout._async.window.to_json()  # type: ignore[union-attr]
+        left = [p["uid"] for p in window["prompts"]] + [g["prompt"]["uid"] for g in window["finished"]]
+        return {
+            "steps": recorder.steps,
+            "worst": check.worst,
+            "ages": check.ages,
+            "trained": [uid for step in recorder.steps for uid in step["uids"]],
+            "left": left,
+        }
+    finally:
+        rollout.shutdown()
+
+
+def _run_ahead(*arguments: Any) -> dict[str, Any]:
+    return run_distributed(_fit_ahead, 1, *arguments, init_process_group=False, timeout=240)[0]
+
+
+def test_one_step_off_over_a_checkpoint(tmp_path: Path, directory: Path) -> None:
+    first = _run_ahead(tmp_path, directory, {"max_staleness": 1}, "optimizer_step", 4, None)
+    assert first["worst"] < 1e-5
+    assert first["ages"] == {0, 1}
+    assert len(first["trained"]) == len(set(first["trained"])) == 16
+    assert len(first["left"]) == 4
+    resumed = _run_ahead(tmp_path, directory, {"max_staleness": 1}, "optimizer_step", 6, "last")
+    assert set(first["left"]) <= set(resumed["trained"]), "what was under way when the run stopped was lost"
+    every = first["trained"] + resumed["trained"] + resumed["left"]
+    assert len(every) == len(set(every)) == 28
+    for step in [*first["steps"], *resumed["steps"]]:
+        metrics = step["metrics"]
+        assert metrics["rollout/staleness_0"] + metrics["rollout/staleness_1"] == pytest.approx(1.0)
+        assert metrics["rollout/staleness_max"] <= 1
+    assert max(step["metrics"]["rollout/staleness_mean"] for step in first["steps"]) > 0
+
+
+def test_fully_asynchronous_with_over_sampling_and_rare_pushes(tmp_path: Path, directory: Path) -> None:
+    arguments = {"max_staleness": 3, "over_sampling": 1.5, "in_flight": "resubmit"}
+    found = _run_ahead(tmp_path, directory, arguments, 2, 6, None)
+    assert found["worst"] < 1e-5
+    assert max(found["ages"]) <= 3
+    assert max(found["ages"]) > 1
+    assert len(found["trained"]) == len(set(found["trained"])) == 24
+    assert not set(found["trained"]) & set(found["left"])
+    assert len(found["left"]) == 2 * 4 + 2  # two steps ahead, and half a step's groups over
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="mode='server'"):
         VLLMRollout(replicas=2)
@@ -94,5 +201,11 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         VLLMRollout(mode="remote")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="run already"):
         VLLMRollout(mode="server", urls=["http://127.0.0.1:1"], replicas=2)
+    with pytest.raises(ValueError, match="mode='server'"):
+        VLLMRollout(max_staleness=1)
+    with pytest.raises(ValueError, match="use one of them"):
+        VLLMRollout(mode="server", max_staleness=1, dynamic_sampling=DynamicSampling())
+    with pytest.raises(ValueError, match="a number of steps"):
+        WeightSync(every=0)
     with pytest.raises(ValueError, match="2 lists of 1"):
         VLLMRollout(mode="server", replicas=2, devices=[[0]])

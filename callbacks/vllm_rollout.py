@@ -1,0 +1,193 @@
+"""The rollout callback for vLLM, inside the training processes or in replicas of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_rlhf.callbacks.async_rollout import WINDOW_KEY, AsyncRollout, AsyncSettings
+from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling
+from lightning_rlhf.callbacks.greedy_baseline import add_baselines
+from lightning_rlhf.callbacks.on_policy import as_on_policy
+from lightning_rlhf.callbacks.rollout import RolloutCallback
+from lightning_rlhf.callbacks.served_rollout import ServerSettings, build_served_engine
+from lightning_rlhf.contracts.rollout import RolloutEngine
+from lightning_rlhf.modules.on_policy import OnPolicyModule
+from lightning_rlhf.types import PromptBatch
+
+
+class VLLMRollout(RolloutCallback):
+    """Samples with vLLM: one engine inside each training process, or replicas in processes of their own.
+
+    Args:
+        mode: ``"colocated"``, in each training process, or ``"server"``: replicas, which the first rank starts.
+        replicas: with ``"server"``, how many.
+        tensor_parallel_size: devices that share one replica's model.
+        devices: CUDA devices of each replica, one list for each.
+        urls: replicas that run already, instead of starting some.
+        token: that those ask for.
+        in_flight: what new weights do to responses under way: ``"keep"`` or ``"resubmit"``.
+        max_staleness: policy versions that a group may be older than the step that trains on it; 0 is synchronous.
+        over_sampling: groups under way for each that a step takes; the step goes on with those that finish first.
+        server: more of ``ServerSettings``, by name.
+        dtype: of vLLM's weights, ``"float32"`` or ``"bfloat16"``; None follows ``Trainer(precision=)``.
+        max_num_seqs: responses sampled side by side.
+        kv_cache_bytes: memory of the key-value cache.
+        engine_kwargs: passed on to ``vllm.LLM``.
+        **rollout: see ``RolloutCallback``.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["colocated", "server"] = "colocated",
+        replicas: int = 1,
+        tensor_parallel_size: int = 1,
+        devices: Sequence[Sequence[int]] | None = None,
+        urls: Sequence[str] = (),
+        token: str | None = None,
+        in_flight: Literal["keep", "resubmit"] = "keep",
+        max_staleness: int = 0,
+        over_sampling: float = 1.0,
+        server: dict[str, Any] | None = None,
+        dtype: str | None = None,
+        max_num_seqs: int = 64,
+        kv_cache_bytes: int = 512 * 2**20,
+        engine_kwargs: dict[str, Any] | None = None,
+        num_rollouts: int = 8,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        max_model_len: int = 2048,
+        weight_sync: bool = True,
+        dynamic_sampling: DynamicSampling | None = None,
+    ) -> None:
+        super().__init__(
+            num_rollouts=num_rollouts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+            max_model_len=max_model_len,
+            weight_sync=weight_sync,
+            dynamic_sampling=dynamic_sampling,
+        )
+        if mode not in ("colocated", "server"):
+            raise ValueError(f"VLLMRollout(mode={mode!r}): expected 'colocated' or 'server'.")
+        self.server = ServerSettings(
+            replicas=replicas,
+            tensor_parallel_size=tensor_parallel_size,
+            devices=devices,
+            urls=tuple(urls),
+            token=token,
+            in_flight=in_flight,
+            **(server or {}),
+        )
+        self.ahead = AsyncSettings(max_staleness=max_staleness, over_sampling=over_sampling)
+        if mode == "colocated" and (self.server != ServerSettings() or self.ahead.needs_window):
+            raise ValueError(
+                "replicas=, tensor_parallel_size=, devices=, urls=, token=, in_flight=, max_staleness=, over_sampling= "
+                "and server= are about mode='server'; a colocated engine runs in each training process, on its device."
+            )
+        if dynamic_sampling is not None and self.ahead.needs_window:
+            raise ValueError(
+                "dynamic_sampling refills the step under way, and max_staleness and over_sampling fill steps to come: "
+                "use one of them."
+            )
+        self._async: AsyncRollout | None = None
+        self._restored: list[dict[str, Any]] | None = None
+        self.mode = mode
+        self.dtype = dtype
+        self.max_num_seqs = max_num_seqs
+        self.kv_cache_bytes = kv_cache_bytes
+        self.engine_kwargs = dict(engine_kwargs or {})
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        module = as_on_policy(pl_module, callback=self)
+        if not self.ahead.needs_window:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        elif not module.finished:
+            self._fill_from_ahead(trainer, module, batch)
+
+    def _fill_from_ahead(self, trainer: pl.Trainer, module: OnPolicyModule, batch: PromptBatch) -> None:
+        engine = self._ensure_engine(trainer, module)
+        lag = self._sync.lag if self._sync is not None else 0
+        if self._sync is not None:
+            self._sync.ensure_fresh(module, engine, max_lag=lag)
+        if self._async is None or self._async.engine is not engine:
+            self._async = AsyncRollout(
+                self.ahead,
+                trainer=trainer,
+                module=module,
+                engine=engine,  # type: ignore[arg-type] # mode is "server"
+                sampling=self.sampling,
+                lag=lag,
+                restored=self._restored,
+            )
+            self._restored = None
+        with module.timed("rollout"):
+            self._async.fill(batch)
+            if module.needs_baselines:
+                add_baselines(
+                    batch,
+                    lambda prompts: engine.generate(prompts, self.eval_sampling, rl_step=module.rl_step),
+                    module.score,
+                )
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._async is not None:
+            checkpoint[WINDOW_KEY] = self._async.to_json()
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        if checkpoint.get(WINDOW_KEY) and not self.ahead.needs_window:
+            raise ValueError(
+                "The checkpoint's run had groups under way ahead of training, whose prompts count as consumed: go on "
+                "with max_staleness= or over_sampling= as it had them."
+            )
+        self._async, self._restored = None, checkpoint.get(WINDOW_KEY)
+
+    @override
+    def shutdown(self) -> None:
+        if self._async is not None:
+            self._async.window.close()
+            self._async = None
+        super().shutdown()
+
+    @override
+    def build_engine(self, trainer: pl.Trainer, model_directory: str | Path) -> RolloutEngine:
+        arguments: dict[str, Any] = {
+            "dtype": self.dtype or ("bfloat16" if trainer.precision == "bf16-mixed" else "float32"),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "kv_cache_bytes": self.kv_cache_bytes,
+            "seed": self.sampling.seed,
+            "engine_kwargs": self.engine_kwargs,
+        }
+        if self.mode == "server":
+            return build_served_engine(self.server, trainer, model_directory, replica=arguments)
+        from lightning_rlhf.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(model_directory, replica_index=trainer.global_rank, **arguments)
