@@ -144,9 +144,13 @@ class Reference:
     gradients: dict[str, Tensor]
 
 
-@cache
 def reference(family: str, *, value_head: bool = False) -> Reference:
-    """Loss and gradients of the whole batch in one process."""
+    """Loss and gradients of the whole batch in one process. Computed once; call it before the ranks are forked."""
+    return _reference(family, value_head)
+
+
+@cache
+def _reference(family: str, value_head: bool) -> Reference:
     model = tiny(family)
     model.zero_grad()
     head = value_weight() if value_head else None
@@ -306,19 +310,12 @@ def pack_sequences(
     tokens: list[Tensor], weights: list[Tensor], layout: MegatronLayout, *, value_head: bool = False
 ) -> Packed:
     """Pad each sequence on the right, cut it into zigzag, one after another."""
-    from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    cp, rank = layout.context_parallel_size, parallel_state.get_context_parallel_rank()
-    unit = math.lcm(4, 2 * cp * layout.tensor_parallel_size)
-    padded_lengths = [math.ceil((len(one) - 1) / unit) * unit for one in tokens]
+    padded_lengths = padded([len(one) - 1 for one in tokens], layout)
 
     def mine(values: list[Tensor]) -> Tensor:
-        parts = []
-        for one, length in zip(values, padded_lengths, strict=True):
-            chunks = F.pad(one, (0, length - len(one))).chunk(2 * cp)
-            parts += [chunks[rank], chunks[2 * cp - 1 - rank]]
-        return torch.cat(parts)[None]
+        return zigzag(values, layout)[None]
 
     starts = torch.tensor([0, *itertools.accumulate(padded_lengths)], dtype=torch.int32)
     longest = max(padded_lengths)
@@ -332,6 +329,24 @@ def pack_sequences(
         max_seqlen_kv=longest,
     )
     return Packed(mine([one[:-1] for one in tokens]), mine([one[1:] for one in tokens]), mine(weights), params)
+
+
+def padded(lengths: list[int], layout: MegatronLayout) -> list[int]:
+    unit = math.lcm(4, 2 * layout.context_parallel_size * layout.tensor_parallel_size)
+    return [math.ceil(length / unit) * unit for length in lengths]
+
+
+def zigzag(values: list[Tensor], layout: MegatronLayout, *, fill: float = 0) -> Tensor:
+    """This context-parallel rank's rows of sequences of rows, padded with ``fill``."""
+    from megatron.core import parallel_state
+
+    cp, rank = layout.context_parallel_size, parallel_state.get_context_parallel_rank()
+    parts = []
+    for one, length in zip(values, padded([len(one) for one in values], layout), strict=True):
+        padding = one.new_full((length - len(one), *one.shape[1:]), fill)
+        chunks = torch.cat([one, padding]).chunk(2 * cp)
+        parts += [chunks[rank], chunks[2 * cp - 1 - rank]]
+    return torch.cat(parts)
 
 
 def _step(batch: Packed, chunk: Any, total: int, value_head: bool) -> tuple[Tensor, Any]:

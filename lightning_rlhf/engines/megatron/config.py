@@ -31,8 +31,6 @@ class MoEOptions:
     expert_bias_update_rate: float = 0.0
     """How far each step moves the bias by which experts are chosen, towards those that got few tokens. 0 keeps the
     model's: a policy that others sample from must not choose otherwise because of its load."""
-    router_replay: bool = False
-    """Whether routers can record and replay their choices."""
 
 
 def transformer_config(
@@ -154,7 +152,6 @@ def _moe_fields(shape: MoEShape, options: MoEOptions) -> dict[str, Any]:
         "moe_z_loss_coeff": options.z_loss_coef or None,
         "moe_token_dispatcher_type": options.dispatcher,
         "variable_seq_lengths": options.dispatcher == "alltoall",
-        "moe_enable_routing_replay": options.router_replay,
         "moe_router_score_function": shape.scores,
         "moe_router_topk_scaling_factor": None if shape.scale == 1.0 else shape.scale,
         "moe_router_enable_expert_bias": shape.hf_expert_bias is not None,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_rlhf.engines.megatron.families import ModelShape, model_shape
+from lightning_rlhf.engines.megatron.layout import collective_device
 from lightning_rlhf.engines.megatron.load import local_named
 from lightning_rlhf.engines.megatron.names import hf_shapes, look_up, num_elements, pieces, with_expert
 
@@ -97,8 +98,7 @@ def _assemble(entry: _Entry, tensor: Tensor | None, shape: ModelShape) -> tuple[
     else:
         cut_over = parallel_state.get_tensor_model_parallel_group()
     shapes = hf_shapes(place.kind, entry.local_shape, shape, size=cut_over.size())
-    device = _device()
-    flat = torch.empty(sum(num_elements(shapes)), dtype=entry.dtype, device=device)
+    flat = torch.empty(sum(num_elements(shapes)), dtype=entry.dtype, device=collective_device())
     if tensor is not None:
         views = [part.view(one) for part, one in zip(flat.split(num_elements(shapes)), shapes, strict=True)]
         _gather_into(views, tensor, place.kind, shape, cut_over)
@@ -126,8 +126,3 @@ def _gather_into(views: list[Tensor], tensor: Tensor, kind: Any, shape: ModelSha
 def _broadcast(tensor: Tensor, group: Any, source: int) -> None:
     if group.size() > 1:
         dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
-
-
-def _device() -> torch.device:
-    """Where collectives of megatron's groups take their tensors."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

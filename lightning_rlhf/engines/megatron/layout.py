@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from lightning_rlhf.engines.megatron.families import ModelShape, model_shape
@@ -258,6 +259,11 @@ def destroy_groups() -> None:
         parallel_state.destroy_model_parallel()
     _current = None
     _model_parallel = None
+
+
+def collective_device() -> torch.device:
+    """Where collectives of megatron's groups take their tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 _current: tuple[MegatronLayout, Any] | None = None
