@@ -24,7 +24,10 @@ from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig
 from lightning_rlhf.engines.torch import TorchEngine
 from lightning_rlhf.types import Experience
 
-VOCABULARY = 12288
+
+def vocabulary(layers: int) -> int:
+    """So that the head has the weight beside the layers that it has in SmolLM2-135M."""
+    return layers * 49152 // 30
 
 
 def flops(model: LlamaForCausalLM, *, prompt: int, response: int, rollouts: int, share: bool, infer: bool) -> float:
@@ -45,7 +48,7 @@ def flops(model: LlamaForCausalLM, *, prompt: int, response: int, rollouts: int,
 
 def engine(share: bool, layers: int) -> BaseEngine:
     config = EngineConfig(
-        model=smol_model(layers=layers, vocabulary=VOCABULARY),
+        model=smol_model(layers=layers, vocabulary=vocabulary(layers)),
         optimizer=partial(torch.optim.AdamW, lr=1e-5),
         share_prompts=share,
     )
@@ -57,7 +60,7 @@ def engine(share: bool, layers: int) -> BaseEngine:
 def compare(
     engines: dict[bool, BaseEngine], *, prompt: int, response: int, rollouts: int, pairs: int, infer: bool
 ) -> dict[str, Any]:
-    data = experience([prompt], [response] * rollouts, rollouts=rollouts, vocabulary=VOCABULARY)
+    data = experience([prompt], [response] * rollouts, rollouts=rollouts)
     work = {share: partial(_run, engines[share], data, infer) for share in engines}
     plain, shared = interleaved(work[False], work[True], pairs=pairs)
     model: Any = engines[True].module.hf_model
@@ -89,7 +92,7 @@ def _run(one: BaseEngine, data: Experience, infer: bool) -> None:
 
 def largest_difference(engines: dict[bool, BaseEngine]) -> float:
     """Of log-probs, before any step."""
-    data = experience([192], [64] * 8, rollouts=8, vocabulary=VOCABULARY)
+    data = experience([192], [64] * 8, rollouts=8)
     found = [engines[share].infer_batch(data).log_probs for share in (False, True)]
     assert found[0] is not None
     assert found[1] is not None
@@ -99,7 +102,7 @@ def largest_difference(engines: dict[bool, BaseEngine]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prompts computed once against once for each rollout.")
     parser.add_argument("--layers", type=int, default=8, help="of the model, whose widths are SmolLM2-135M's")
-    parser.add_argument("--pairs", type=int, default=9, help="of steps at the asked size; others have a third")
+    parser.add_argument("--pairs", type=int, default=9, help="of steps at the asked size; others have half")
     parser.add_argument("--response", type=int, default=64, help="tokens")
     parser.add_argument("--only-asked", action="store_true", help="8 rollouts, prompts three times the response")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -111,7 +114,7 @@ def main() -> None:
     response = arguments.response
     sizes = [(3 * response, 8, arguments.pairs, False)]
     if not arguments.only_asked:
-        few = max(arguments.pairs // 3, 1)
+        few = max(arguments.pairs // 2, 1)
         sizes += [(3 * response, 8, few, True), (response, 8, few, False), (3 * response, 2, few, False)]
         sizes += [(response // 8, 8, few, False)]
     rows = [
@@ -122,7 +125,8 @@ def main() -> None:
         "benchmark": "shared_prompts",
         **facts,
         "load_average_after": round(os.getloadavg()[0], 1),
-        "model": f"Llama, {arguments.layers} layers with the widths of SmolLM2-135M, {VOCABULARY} tokens, tied, fp32",
+        "model": f"Llama, {arguments.layers} layers with the widths of SmolLM2-135M, "
+        f"{vocabulary(arguments.layers)} tokens, tied, fp32",
         "largest_difference_of_log_probs": difference,
         "rows": rows,
     }
