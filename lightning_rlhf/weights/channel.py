@@ -77,9 +77,10 @@ class Channel:
 
     def holds_message(self) -> bool:
         """Whether `receive` would return at once."""
-        while self._next_length() is None and wait([self._socket], timeout=0):
-            if not self._read_some(0.0):
-                return False
+        with suppress(OSError):  # it is gone: receive says so
+            while self._next_length() is None and wait([self._socket], timeout=0):
+                if not self._read_some(0.0):
+                    break
         return self._next_length() is not None
 
     def receive(self, *, phase: str, timeout: float) -> Message:

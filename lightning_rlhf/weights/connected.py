@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, Invitation, Topology
-from lightning_rlhf.weights.channel import Channel, Hub, Message, PeerError, first_message, join_hub
+from lightning_rlhf.weights.channel import Channel, Hub, Message, PeerError, first_message, join_hub, readable
 from lightning_rlhf.weights.groups import FUSED_GROUPS, FusedGroups, with_tied, without_tied
 from lightning_rlhf.weights.topology import build_topology
 from lightning_rlhf.weights.transform import StreamTransform
@@ -76,6 +76,7 @@ class ConnectedCheckpointEngine(CheckpointEngine):
         self._members: tuple[str, ...] = ()
         self._invitation: Invitation | None = None
         self._channel: Channel | None = None
+        self._first: Message | None = None
         self._arrivals: Iterator[tuple[str, Tensor]] | None = None
         self._groups = FusedGroups(self.fused_groups)
 
@@ -186,8 +187,15 @@ class ConnectedCheckpointEngine(CheckpointEngine):
         channels = [self._sender_hub().channels[name] for name in receivers]
         channel, message = first_message(channels, phase=phase, timeout=self.timeout)
         if message.get("type") == "failed":
+            # it may have failed for want of another one, which is dead
+            self._name_the_dead([one for one in channels if one is not channel], phase=phase)
             raise PeerError(str(message.get("reason")), peer=channel.peer, phase=phase)
         return channel.peer, message
+
+    def _name_the_dead(self, channels: Sequence[Channel], *, phase: str) -> None:
+        for channel in readable(channels, timeout=0):
+            if not channel.holds_message():
+                raise PeerError("is gone: it closed the connection or died.", peer=channel.peer, phase=phase)
 
     def _abort(self, error: BaseException) -> None:
         hub = self._sender_hub()
@@ -218,6 +226,8 @@ class ConnectedCheckpointEngine(CheckpointEngine):
         self._connect()
 
     def _connect(self) -> Channel:
+        if self._channel is not None and readable([self._channel], timeout=0):
+            self._read_ahead(self._channel)
         if self._channel is None:
             if self._invitation is None:
                 raise RuntimeError("receive_weights() before join(): nobody to receive from.")
@@ -226,6 +236,16 @@ class ConnectedCheckpointEngine(CheckpointEngine):
                 invitation.address, token=invitation.token, receiver_id=invitation.receiver_id, timeout=self.timeout
             )
         return self._channel
+
+    def _read_ahead(self, channel: Channel) -> None:
+        """Looks whether the sender has begun a sync, or given this receiver up when another one failed."""
+        try:
+            self._first = channel.receive(phase="join", timeout=self.timeout)
+            given_up = self._first["type"] == "abort"
+        except PeerError:
+            given_up = True
+        if given_up:
+            self._leave()
 
     @override
     def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -264,7 +284,8 @@ class ConnectedCheckpointEngine(CheckpointEngine):
                 self._leave()
 
     def _begin(self, channel: Channel) -> Message:
-        message = self.expect(channel, ("group", "begin"), phase="begin")
+        message, self._first = self._first, None
+        message = message or self.expect(channel, ("group", "begin"), phase="begin")
         if message["type"] == "group":
             self.detach()
             self.attach_to(message["offer"])
@@ -296,6 +317,7 @@ class ConnectedCheckpointEngine(CheckpointEngine):
 
     def _leave(self) -> None:
         channel, self._channel = self._channel, None
+        self._first = None
         if channel is not None:
             channel.close()
         self.detach()

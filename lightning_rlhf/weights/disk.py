@@ -12,6 +12,7 @@ import itertools
 import json
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,12 @@ class DiskCheckpointEngine(ConnectedCheckpointEngine):
         name = str(message["snapshot"])
         if Path(name).name != name:
             raise ValueError(f"The sender named the snapshot {name!r}, which is outside {self.folder}.")
-        yield from read_snapshot(self.folder / name)
+        last_sign = time.monotonic()
+        for named_tensor in read_snapshot(self.folder / name):
+            yield named_tensor
+            if time.monotonic() - last_sign > self.timeout / 4:
+                last_sign = time.monotonic()
+                channel.send({"type": "ack"}, phase="receive", timeout=self.timeout)
 
     @override
     def finalize(self) -> None:

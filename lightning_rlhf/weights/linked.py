@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -56,7 +57,8 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
 
     @override
     def attach_to(self, offer: Mapping[str, Any]) -> None:
-        self._receiver_link = self.open_receiver_link(offer)
+        with self._naming_the_sender("group", "its link could not be attached to"):
+            self._receiver_link = self.open_receiver_link(offer)
 
     @override
     def detach(self) -> None:
@@ -96,7 +98,7 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
         reader.restart()
         header = self._next_header(channel, link)
         while isinstance(header, BucketHeader):
-            buffer = self._fetch(channel, link, header)
+            buffer = self._fetch(link, header)
             following: BucketHeader | Message | None = None
             if link.copies:
                 self._acknowledge(channel, header)
@@ -110,13 +112,18 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
             header = following or self._next_header(channel, link)
         reader.finish(int(header["buckets"]))
 
-    def _fetch(self, channel: Channel, link: ReceiverLink, header: BucketHeader) -> Tensor:
+    @contextmanager
+    def _naming_the_sender(self, phase: str, reason: str) -> Iterator[None]:
+        """Makes a `PeerError` of what a transport raises: each has exceptions of its own."""
         try:
+            yield
+        except Exception as error:
+            peer = "sender" if self._channel is None else self._channel.peer
+            raise PeerError(f"{reason}: {type(error).__name__}: {error}", peer=peer, phase=phase) from error
+
+    def _fetch(self, link: ReceiverLink, header: BucketHeader) -> Tensor:
+        with self._naming_the_sender("receive", f"bucket {header.index} did not come"):
             return link.get(header.index % NUM_SLOTS, header.num_bytes, timeout=self.timeout)
-        except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
-            raise PeerError(
-                f"bucket {header.index} did not come: {error}", peer=channel.peer, phase="receive"
-            ) from error
 
     def _next_header(self, channel: Channel, link: ReceiverLink) -> BucketHeader | Message:
         """The header of the next bucket, whose bytes are on their way then, or the message that there is none."""
@@ -130,7 +137,8 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
                 peer=channel.peer,
                 phase="receive",
             )
-        link.start(header.index % NUM_SLOTS, header.num_bytes)
+        with self._naming_the_sender("receive", f"bucket {header.index} could not be asked for"):
+            link.start(header.index % NUM_SLOTS, header.num_bytes)
         return header
 
     def _acknowledge(self, channel: Channel, header: BucketHeader) -> None:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine
 from lightning_rlhf.contracts.engine import BaseEngine
+from lightning_rlhf.contracts.replica import Replica, Verb
 from lightning_rlhf.contracts.rollout import RolloutEngine
-from lightning_rlhf.weights.receipt import SentSamples, check_read_back, probe_difference
+from lightning_rlhf.weights.receipt import (
+    SentSamples,
+    check_read_back,
+    names_to_read,
+    probe_difference,
+    probe_log_probs,
+)
+from lightning_rlhf.weights.replica import LocalReplica, unpack_sample
 
 PROBE_TOLERANCE_FP32 = 1e-2
 PROBE_TOLERANCE_BF16 = 1.0
@@ -34,95 +47,183 @@ class Receipt:
 
 
 class CheckpointEngineManager:
-    """Brings the trainer's weights into the rollout engine of this process.
+    """Brings the trainer's weights into its rollout replicas.
+
+    Replicas may come and go between two pushes (`add`, `remove`).
 
     Args:
         engine: the actor's engine.
-        rollout: the engine that samples.
         checkpoint_engine: carries the tensors.
         probe_token_ids: a short sequence that both sides score after each push; at least two ids.
         probe_tolerance: largest difference allowed on it, in nats.
+        rollout: the engine that samples in this process, if there is one.
+        replicas: those elsewhere that this rank feeds; needs a checkpoint engine that reaches them.
+        abort: end the requests in flight instead of letting them wait.
+        timeout: longest time that a replica may take for one phase, in seconds.
     """
 
     def __init__(
         self,
         *,
         engine: BaseEngine,
-        rollout: RolloutEngine,
         checkpoint_engine: CheckpointEngine,
         probe_token_ids: list[int],
         probe_tolerance: float,
+        rollout: RolloutEngine | None = None,
+        replicas: Sequence[Replica] = (),
+        abort: bool = False,
+        timeout: float = 60.0,
     ) -> None:
         if len(probe_token_ids) < 2:
             raise ValueError(f"The probe needs at least two token ids, got {probe_token_ids}.")
+        if (rollout is not None) == checkpoint_engine.remote:
+            where, argument = ("to other processes", "replicas") if checkpoint_engine.remote else ("here", "rollout")
+            raise ValueError(f"{type(checkpoint_engine).__name__} carries weights {where}: give {argument}=.")
         self.engine = engine
         self.rollout = rollout
         self.checkpoint_engine = checkpoint_engine
+        self.replicas: list[Replica] = list(replicas)
+        if rollout is not None:
+            self.replicas.append(LocalReplica(rollout, checkpoint_engine))
         self.probe_token_ids = probe_token_ids
         self.probe_tolerance = probe_tolerance
+        self.abort = abort
+        self.timeout = timeout
         self.num_pushes = 0
         self._last_samples: dict[str, Tensor] = {}
 
+    def add(self, replica: Replica) -> None:
+        """From the next push on, this replica takes part."""
+        if any(one.replica_id == replica.replica_id for one in self.replicas):
+            raise ValueError(f"There is a replica {replica.replica_id!r} already; remove it first.")
+        self.replicas.append(replica)
+
+    def remove(self, replica_id: str) -> None:
+        """From the next push on, this replica takes no part."""
+        self.replicas = [one for one in self.replicas if one.replica_id != replica_id]
+
     def ensure_fresh(self, version: int) -> Receipt | None:
-        """Pushes if the rollout engine does not hold ``version``. Collective: all ranks hold the same version."""
-        return None if self.rollout.weight_version == version else self.update_weights(version)
+        """Pushes if some replica does not hold ``version``. Collective: all ranks decide alike."""
+        stale = any(replica.weight_version != version for replica in self.replicas)
+        return self.update_weights(version) if self._any_rank(stale) else None
 
     def update_weights(self, version: int) -> Receipt:
         """Pushes the trainer's weights. Collective.
 
         In this order:
 
-        1. pause: no token is sampled while weights change
-        2. out of service: the rollout engine has no version until the push is whole
-        3. wake the weights' memory
-        4. prepare, topology, group
-        5. send and receive, tensor by tensor
-        6. finalize
-        7. reset the prefix cache, which older weights filled
-        8. read back samples; set the version; resume; wake the cache's memory
-        9. score the probe on both sides
+        1. pause (or abort): no token is sampled while weights change; the replicas have no version until the push is
+           whole; they give the cache's memory back and wake the weights'
+        2. prepare, topology, group
+        3. send and receive, in buckets
+        4. finalize
+        5. reset the prefix cache, which older weights filled
+        6. read back samples; restore the cache's memory; resume; set the version
+        7. score the probe on both sides
 
-        A failure leaves the rollout engine without a version: it refuses to generate.
+        A failure leaves each replica on its old version if none of its weights were touched, else without one: it
+        refuses to generate. All ranks raise, and none is left in a collective.
 
         Raises:
-            RuntimeError: if the receipt does not hold; the message names the tensor or the difference.
+            RuntimeError: if a replica is gone, silent or failed, or the receipt does not hold; the message names the
+                peer and phase, the tensor, or the difference.
         """
-        rollout, carrier = self.rollout, self.checkpoint_engine
         sent = SentSamples()
-        rollout.pause()
-        rollout.weight_version = None
-        rollout.wake_up(["weights"])
-        carrier.prepare()
-        # each process holds its own rollout engine: seen from here there is one sender and one receiver
-        carrier.init_process_group(carrier.build_topology(trainer_world_size=1, receiver_ids=("local",)))
         parameters = self.engine.get_per_tensor_param()
+        failure: Exception | None = None
+        compared = 0
         try:
-            carrier.send_weights(parameters)
-            rollout.load_weights(sent.watch(carrier.receive_weights()))
+            compared = self._push(version, sent, parameters)
+        except Exception as error:  # noqa: BLE001 (raised by _agree, once the other ranks know)
+            failure = error
+            self._tell_all("restore")
         finally:
-            # each tensor is gathered by all ranks: the others wait for this one even if its receiver gave up
+            # each tensor is gathered by all ranks: the others wait for this one even if its receivers gave up
             deque(parameters, maxlen=0)
-        carrier.finalize()
-        rollout.reset_prefix_cache()
-        compared = check_read_back(sent.samples, rollout, version=version)
-        rollout.wake_up(["kv_cache"])
-        rollout.resume()
-        rollout.weight_version = version
+        self._agree(failure)
         difference = self._check_probe(version)
         unchanged = self._note_changes(sent.samples)
         self.num_pushes += 1
         return Receipt(version=version, probe_difference=difference, tensors_compared=compared, unchanged=unchanged)
 
+    def _push(self, version: int, sent: SentSamples, parameters: Iterator[tuple[str, Tensor]]) -> int:
+        carrier = self.checkpoint_engine
+        if not self.replicas:
+            return 0
+        self._ask_all("pause", abort=self.abort)
+        carrier.prepare()
+        receivers = [receiver for replica in self.replicas for receiver in replica.receiver_ids]
+        # seen from here there is one sender, this rank, and the receivers of its own replicas
+        topology = carrier.build_topology(trainer_world_size=1, receiver_ids=receivers)
+        for replica in self.replicas:
+            invited = replica.receiver_ids if carrier.remote else ()
+            replica.start("load", invitations=[carrier.invitation(name).to_json() for name in invited])
+        carrier.init_process_group(topology)
+        carrier.send_weights(sent.watch(parameters))
+        for replica in self.replicas:
+            replica.finish(timeout=self.timeout)
+        carrier.finalize()
+        self._ask_all("refresh")
+        compared = self._read_back(sent, version)
+        self._ask_all("serve", version=version)
+        return compared
+
+    def _read_back(self, sent: SentSamples, version: int) -> int:
+        compared = 0
+        answers = self._ask_all("read", names=names_to_read(sent.samples, version=version))
+        for replica, answer in zip(self.replicas, answers, strict=True):
+            held = {name: unpack_sample(values) for name, values in answer["samples"].items()}
+            compared += check_read_back(sent.samples, held, version=version, where=replica.replica_id)
+        return compared
+
+    def _ask_all(self, verb: Verb, **arguments: Any) -> list[dict[str, Any]]:
+        for replica in self.replicas:
+            replica.start(verb, **arguments)
+        return [replica.finish(timeout=self.timeout) for replica in self.replicas]
+
+    def _tell_all(self, verb: Verb) -> None:
+        """Asks those that are still there, whatever they answer; a dead one does not keep it from the others."""
+        for replica in self.replicas:
+            with suppress(RuntimeError):
+                replica.start(verb)
+        for replica in self.replicas:
+            with suppress(RuntimeError):
+                replica.finish(timeout=self.timeout)
+
     def _check_probe(self, version: int) -> float:
-        difference = probe_difference(self.engine, self.rollout, self.probe_token_ids)
-        if not difference <= self.probe_tolerance:
-            self.rollout.weight_version = None
-            raise RuntimeError(
-                f"Weight sync to version {version}: trainer and rollout engine differ by {difference:.3g} nats on the "
-                f"probe (allowed {self.probe_tolerance:g}), though the tensors read back are equal. What cannot "
-                f"be read back is stale: a fused or tied weight, or the prefix cache."
-            )
+        trainer = probe_log_probs(self.engine, self.probe_token_ids)
+        failure: Exception | None = None
+        difference = 0.0
+        try:
+            for answer in self._ask_all("score", token_ids=self.probe_token_ids):
+                difference = max(difference, probe_difference(trainer, answer["log_probs"]))
+            if not difference <= self.probe_tolerance:
+                raise RuntimeError(
+                    f"Weight sync to version {version}: trainer and rollout engine differ by {difference:.3g} nats on "
+                    f"the probe (allowed {self.probe_tolerance:g}), though the tensors read back are equal. What "
+                    f"cannot be read back is stale: a fused or tied weight, or the prefix cache."
+                )
+        except Exception as error:  # noqa: BLE001 (raised by _agree)
+            failure = error
+            self._tell_all("retire")
+        self._agree(failure)
         return difference
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Raises on every rank if some rank failed, so that none waits for it in its next collective."""
+        failed = self._any_rank(failure is not None)
+        if failure is not None:
+            raise failure
+        if failed:
+            self._tell_all("retire")
+            raise RuntimeError("The weight sync failed on another rank; its own message says how.")
+
+    def _any_rank(self, flag: bool) -> bool:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return flag
+        value = torch.tensor([int(flag)], device=self.engine.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())
 
     def _note_changes(self, samples: dict[str, Tensor]) -> bool:
         last, self._last_samples = self._last_samples, samples

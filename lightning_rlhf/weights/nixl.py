@@ -144,6 +144,8 @@ class NIXLReceiverLink(ReceiverLink):
     @override
     def close(self) -> None:
         if self._own.agent is not None:
+            for read in self._reads.values():  # ends those on their way: their memory goes next
+                self._own.agent.release_xfer_handle(read)
             self._reads.clear()
             self._own.agent.remove_remote_agent(self._remote)
         self._own.close()

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.contracts.engine import BaseEngine
-from lightning_rlhf.contracts.rollout import RolloutEngine
 from lightning_rlhf.types import Experience
 
 SAMPLED_ELEMENTS = 64
@@ -46,8 +45,21 @@ def sample_elements(tensor: Tensor) -> Tensor:
     return flat[places.to(flat.device)].cpu()
 
 
-def check_read_back(sent: Mapping[str, Tensor], rollout: RolloutEngine, *, version: int) -> int:
-    """Compares samples with the engine's own copies of some tensors, others at each version.
+def names_to_read(sent: Mapping[str, Tensor], *, version: int) -> list[str]:
+    """Some of the tensors, others at each version.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    names = sorted(sent)
+    if not names:
+        raise RuntimeError("The push carried no tensor.")
+    start = (version * TENSORS_READ_BACK) % len(names)
+    return [names[(start + offset) % len(names)] for offset in range(min(TENSORS_READ_BACK, len(names)))]
+
+
+def check_read_back(sent: Mapping[str, Tensor], held: Mapping[str, Tensor], *, version: int, where: str) -> int:
+    """Compares samples of what was sent with samples of what an engine holds, in the engine's dtype.
 
     Returns:
         How many tensors were compared.
@@ -55,19 +67,13 @@ def check_read_back(sent: Mapping[str, Tensor], rollout: RolloutEngine, *, versi
     Raises:
         RuntimeError: naming the first tensor that differs.
     """
-    names = sorted(sent)
-    if not names:
-        raise RuntimeError("The push carried no tensor.")
-    start = (version * TENSORS_READ_BACK) % len(names)
-    chosen = [names[(start + offset) % len(names)] for offset in range(min(TENSORS_READ_BACK, len(names)))]
-    held = rollout.read_weights(chosen)
-    for name, tensor in held.items():
-        expected, actual = sent[name].to(tensor.dtype), sample_elements(tensor)
+    for name, actual in held.items():
+        expected = sent[name].to(actual.dtype).reshape(-1)
         if not torch.equal(expected, actual):
             worst = (expected.float() - actual.float()).abs().max().item()
             raise RuntimeError(
-                f"Weight sync to version {version}: {name} in the rollout engine differs from the trainer's by up to "
-                f"{worst:.3g}. The engine must not sample with it; check its load_weights for this tensor."
+                f"Weight sync to version {version}: {name} in the rollout engine ({where}) differs from the trainer's "
+                f"by up to {worst:.3g}. The engine must not sample with it; check its load_weights for this tensor."
             )
     return len(held)
 
@@ -90,10 +96,14 @@ def probe_experience(token_ids: list[int], *, device: torch.device) -> Experienc
     )
 
 
-def probe_difference(engine: BaseEngine, rollout: RolloutEngine, token_ids: list[int]) -> float:
-    """Largest difference of the two sides' log-probs over the probe's tokens, in nats. Collective."""
-    trainer = engine.infer_batch(probe_experience(token_ids, device=engine.device)).log_probs
-    if trainer is None:
+def probe_log_probs(engine: BaseEngine, token_ids: list[int]) -> Tensor:
+    """The trainer's log-probs of the probe's tokens, ``fp32 [n]`` on the host, the first one 0. Collective."""
+    log_probs = engine.infer_batch(probe_experience(token_ids, device=engine.device)).log_probs
+    if log_probs is None:
         raise RuntimeError("The engine gave no log-probs for the probe; weight sync needs a language model.")
-    rollout_side = torch.tensor(rollout.score([token_ids])[0], dtype=torch.float32)
-    return (trainer.cpu()[1:] - rollout_side[1:]).abs().max().item()
+    return log_probs.cpu()
+
+
+def probe_difference(trainer: Tensor, rollout: list[float]) -> float:
+    """Largest difference of the two sides' log-probs over the probe's tokens, in nats."""
+    return (trainer[1:] - torch.tensor(rollout, dtype=torch.float32)[1:]).abs().max().item()

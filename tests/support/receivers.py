@@ -1,0 +1,166 @@
+"""Receivers of weights in processes of their own, which can be told to go wrong in one place."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lightning_rlhf.weights  # noqa: F401 (registers the engines)
+from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry, Invitation
+from lightning_rlhf.weights.checksum import as_bytes
+from lightning_rlhf.weights.connected import ConnectedCheckpointEngine
+from lightning_rlhf.weights.disk import DiskCheckpointEngine
+from lightning_rlhf.weights.linked import LinkedCheckpointEngine
+
+Packed = tuple[str, tuple[int, ...], bytes]
+
+
+def pack(tensor: Tensor) -> Packed:
+    """Dtype, shape and bytes: two are equal if the tensors are, bit by bit."""
+    return str(tensor.dtype), tuple(tensor.shape), bytes(as_bytes(tensor).numpy())
+
+
+class Forked:
+    """``work(pipe)`` in a fork of this process."""
+
+    def __init__(self, work: Callable[[Connection], None]) -> None:
+        self.pipe, theirs = Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.pipe.close()
+            status = 1
+            faulthandler.enable()
+            try:
+                work(theirs)
+                status = 0
+            except BaseException:  # noqa: BLE001 (it goes to the test's output)
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        theirs.close()
+
+    def result(self, seconds: float = 20.0) -> Any:
+        """What it sent last; fails the test if nothing comes."""
+        assert self.pipe.poll(seconds), f"process {self.pid} is silent after {seconds} s"
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> None:
+        os.waitpid(self.pid, 0)
+
+
+class Receiver(Forked):
+    """Takes one sync for each `sync`.
+
+    A ``fault`` is the phase in which to die, or ``hang``, ``slow``, ``raise``, ``flip``.
+    """
+
+    def __init__(self, invitation: Invitation) -> None:
+        super().__init__(lambda pipe: _serve(pipe, invitation))
+
+    def sync(self, fault: str = "") -> None:
+        self.pipe.send(fault)
+
+
+def _serve(pipe: Connection, invitation: Invitation) -> None:
+    torch.set_num_threads(1)
+    engine = CheckpointEngineRegistry.new(invitation.engine, **invitation.settings)
+    while True:
+        try:
+            fault = pipe.recv()
+        except EOFError:
+            break
+        try:
+            engine.join(invitation)
+            _go_wrong(inner_of(engine), fault)
+            got: dict[str, Packed] = {}
+            for name, tensor in engine.receive_weights():
+                _misbehave(fault, count=len(got))
+                got[name] = pack(tensor)
+            pipe.send(got)
+        except (RuntimeError, ValueError, OSError) as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+        finally:
+            engine.finalize()
+    engine.close()
+
+
+def inner_of(engine: CheckpointEngine) -> ConnectedCheckpointEngine:
+    inner = getattr(engine, "inner", engine)
+    assert isinstance(inner, ConnectedCheckpointEngine)
+    return inner
+
+
+def die(*args: Any, **kwargs: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _misbehave(fault: str, *, count: int) -> None:
+    if fault == "receive" and count == 1:
+        die()
+    if fault == "hang" and count == 1:
+        time.sleep(60)
+    if fault == "slow":
+        time.sleep(0.08)
+    if fault == "raise" and count == 1:
+        raise ValueError("the model's disk is full")
+
+
+def _go_wrong(engine: ConnectedCheckpointEngine, fault: str) -> None:
+    """Arranges for what happens inside the engine."""
+    if fault == "group":
+        engine.attach_to = die  # type: ignore[method-assign]
+    elif fault == "begin":
+        engine._begin = die  # type: ignore[method-assign]
+    elif fault == "load":
+        expect = engine.expect
+
+        def die_at_the_end(*args: Any, **kwargs: Any) -> Any:
+            message = expect(*args, **kwargs)
+            return die() if message["type"] == "end" else message
+
+        engine.expect = die_at_the_end  # type: ignore[method-assign]
+    elif fault == "flip":
+        _flip_one_bit(engine)
+
+
+def _flip_one_bit(engine: ConnectedCheckpointEngine) -> None:
+    if isinstance(engine, LinkedCheckpointEngine):
+        fetch = engine._fetch
+
+        def flipped(*args: Any) -> Tensor:
+            buffer = fetch(*args).clone()
+            buffer[len(buffer) // 2] ^= 8
+            return buffer
+
+        engine._fetch = flipped  # type: ignore[method-assign]
+        return
+    assert isinstance(engine, DiskCheckpointEngine)
+    expect = engine.expect
+
+    def damage(*args: Any, **kwargs: Any) -> Any:
+        message = expect(*args, **kwargs)
+        if message["type"] == "end":
+            file = max(
+                Path(engine.folder, message["snapshot"]).glob("*.safetensors"), key=lambda one: one.stat().st_size
+            )
+            content = bytearray(file.read_bytes())
+            content[-7] ^= 8
+            file.write_bytes(content)
+        return message
+
+    engine.expect = damage  # type: ignore[method-assign]
