@@ -250,6 +250,10 @@ class BaseEngine(ABC):
     def train_batch(self, data: Experience, loss_function: LossFunction) -> dict[str, float]:
         """One optimizer step on one mini-batch. Collective.
 
+        The loop over mini-batches and epochs (``train_mini_batch`` elsewhere) stands above the engine: the step's plan
+        shares rows out the same way for any number of ranks, and ``EngineOwner.train_engine`` steps through them and
+        joins their metrics.
+
         Args:
             data: this rank's rows of the mini-batch, with ``loss_weights`` from global counts.
             loss_function: maps model outputs and a micro-batch to per-token terms.
