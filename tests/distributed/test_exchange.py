@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.fork import run_distributed
 
+from lightning_rlhf.algorithms.advantages import grpo
 from lightning_rlhf.batching.exchange import all_gather_bytes, assert_same_plan, exchange_rows, gather_row_facts
 from lightning_rlhf.batching.plan import RowFact, build_step_plan
 from lightning_rlhf.types import Experience
@@ -102,3 +104,33 @@ def _payloads() -> list[bytes]:
 def test_payloads_of_different_sizes_arrive_in_rank_order() -> None:
     for gathered in run_distributed(_payloads, 3):
         assert gathered == [b"", b"xxx", b"xxxxxx"]
+
+
+def _grouped(uids: list[str], rewards: list[float]) -> list[float]:
+    """This rank's advantages, by uid, of rows that were dealt out in turn."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = range(rank, len(uids), size)
+    local = [
+        RowFact(
+            uid=uids[row], sample_index=row, reward=rewards[row], length=3, num_response_tokens=1, num_loss_tokens=1,
+            truncated=False, skipped=False, rank=rank, row=place,
+        )
+        for place, row in enumerate(mine)
+    ]  # fmt: skip
+    facts = gather_row_facts(local, group=None, data_parallel_size=size, device=CPU)
+    found = grpo(
+        torch.tensor([fact.reward for fact in facts], dtype=torch.float64),
+        [fact.uid for fact in facts],
+        normalize_std=False,
+    )
+    by_row = {fact.sample_index: value for fact, value in zip(facts, found.tolist(), strict=True)}
+    return [by_row[row] for row in range(len(uids))]
+
+
+def test_b05_groups_are_joined_by_uid_over_ranks() -> None:
+    """Six rows of two prompts in turn: each of two or three ranks holds another mixture of them."""
+    uids, rewards = ["A", "B"] * 3, [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    expected = [2 / 3, 0.0, -1 / 3, 0.0, -1 / 3, 0.0]
+    for ranks in (2, 3):
+        for found in run_distributed(_grouped, ranks, uids, rewards):
+            assert found == pytest.approx(expected, abs=1e-9)

@@ -26,12 +26,12 @@ def _number(prompt: str) -> int:
 def odd_prompts_have_a_signal(
     prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]
 ) -> list[float | None]:
-    """Even prompts: every reward is 1, one of a group unknown. Odd ones: the share of digits, and one lower."""
+    """Even prompts: every reward is 1, one of a group unknown. Odd ones: the share of digits, and a bit of the text."""
     rewards: list[float | None] = []
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         even = _number(prompt) % 2 == 0
-        digits = sum(c.isdigit() for c in response) / max(len(response), 1)
-        rewards.append((None if row % GROUP == 0 else 1.0) if even else digits - (row % GROUP == 0))
+        digits = sum(c.isdigit() for c in response) / max(len(response), 1) + sum(map(ord, response)) / 1e4
+        rewards.append((None if row % GROUP == 0 else 1.0) if even else digits)
     return rewards
 
 
@@ -125,13 +125,16 @@ def test_a_resumed_run_repeats_and_loses_no_prompt(tmp_path: Path, tiny_director
         assert (rest["parameters"][name] == value).all(), name
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2_rl", "ulysses"])
-def test_two_ranks_fill_the_step_that_one_fills(tmp_path: Path, tiny_directory: Path, strategy: str) -> None:
-    """Two ranks with prompts of their own, or two that share each sequence."""
-    alone = _fit(tmp_path, tiny_directory)
+@pytest.mark.parametrize(("strategy", "advantage"), [("fsdp2_rl", "grpo"), ("fsdp2_rl", "remax"), ("ulysses", "remax")])
+def test_two_ranks_fill_the_step_that_one_fills(
+    tmp_path: Path, tiny_directory: Path, strategy: str, advantage: str
+) -> None:
+    """Two ranks with prompts of their own, or two that share each sequence; also with a greedy baseline each."""
+    alone = _fit(tmp_path, tiny_directory, advantage=advantage)
     ranks = run_distributed(
-        _fit, 2, tmp_path, tiny_directory, strategy=strategy, devices=2, init_process_group=False, timeout=120.0
-    )
+        _fit, 2, tmp_path, tiny_directory, strategy=strategy, devices=2, advantage=advantage,
+        init_process_group=False, timeout=120.0,
+    )  # fmt: skip
     for step, parts in zip(alone["steps"], zip(*(rank["steps"] for rank in ranks), strict=True), strict=True):
         uids = [set(part["uids"]) for part in parts]
         assert set.union(*uids) == set(step["uids"])

@@ -296,3 +296,26 @@ def test_rows_without_a_reward_train_neither_model(tmp_path: Path, tiny_director
 def test_arguments_that_cannot_be_meant_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         toy_ppo("nothing-is-loaded", **arguments)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy_loss": "gspo", "aggregation": "seq-mean-token-mean", "rollout_correction": "sequence_tis"},
+        {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "old_log_probs_from": "rollout"},
+        {"policy_loss": "kl_cov", "policy_loss_args": {"fraction": 0.1}, "compat": "verl"},
+        {"rollout_correction": "icepop", "correction_args": {"high": 5.0}, "compat": "verl"},
+    ],
+    ids=lambda settings: settings.get("policy_loss", "ppo_clip"),
+)
+def test_the_actor_takes_every_loss_and_correction(
+    tmp_path: Path, tiny_directory: Path, settings: dict[str, Any]
+) -> None:
+    result = _fit(tmp_path, tiny_directory, max_rl_steps=2, mini_batch_size=8, num_epochs=2, **settings)
+    for step in result["steps"]:
+        metrics = step["metrics"]
+        assert metrics["actor/grad_norm"] > 0
+        assert ("actor/correction_kept_fraction" in metrics) == ("rollout_correction" in settings)
+        assert ("actor/dual_clip_fraction" in metrics) == (settings.get("rollout_correction") == "icepop")
+        assert ("actor/selected_fraction" in metrics) == (settings.get("policy_loss") == "kl_cov")
+    assert result["counters"] == (2, 8, 16)
