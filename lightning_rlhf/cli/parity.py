@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_rlhf.parity.compare import QUANTITIES
-from lightning_rlhf.parity.layout import parse_layout
+from lightning_rlhf.parity.layout import parse_layout, parse_options
 from lightning_rlhf.parity.measure import DEFAULT_EPS, EPS, LEARNING_RATE, NUM_STEPS
 from lightning_rlhf.parity.processes import RankError
 from lightning_rlhf.parity.run import MICRO_BATCH_TOKENS, TOLERANCE, ParityReport, run_parity
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
             strategy=given.strategy,
             layout=parse_layout(given.layout),
             model=given.model,
+            options=parse_options(given.option),
             micro_batch_tokens=given.micro_batch_tokens,
             tolerance=given.tolerance,
         )
@@ -69,7 +70,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Trains one fixed batch through a layout and through one process, and compares every number.",
     )
     parser.add_argument("--strategy", required=True, help="fsdp2_rl or another RL strategy")
-    parser.add_argument("--layout", required=True, metavar="AXIS=SIZE,...", help="such as dp_replicate=2,dp_shard=2")
+    parser.add_argument("--layout", required=True, metavar="AXIS=SIZE,...", help="such as tp=2,pp=2")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a further argument of the strategy, such as distributed_optimizer=true; may be repeated",
+    )
     parser.add_argument(
         "--model",
         default="tiny-qwen3",

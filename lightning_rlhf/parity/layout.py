@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -39,18 +42,51 @@ def world_size(name: str, layout: Mapping[str, int]) -> int:
     return _known(name, layout).processes_of(layout)
 
 
-def build_strategy(name: str, layout: Mapping[str, int], *, timeout_seconds: float = 600.0) -> RLStrategy:
+def parse_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Argument name to value.
+
+    Args:
+        texts: ``name=value``, the value as JSON or else a word.
+
+    Raises:
+        ValueError: if one cannot be read.
+    """
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name.strip().isidentifier():
+            raise ValueError(f"--option: cannot read {text!r}; expected name=value such as distributed_optimizer=true.")
+        try:
+            options[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name.strip()] = value.strip()
+    return options
+
+
+def build_strategy(
+    name: str,
+    layout: Mapping[str, int],
+    *,
+    options: Mapping[str, Any] | None = None,
+    timeout_seconds: float = 600.0,
+) -> RLStrategy:
     """The strategy registered under ``name``, with the layout's sizes.
 
     Args:
         name: such as ``fsdp2_rl``.
         layout: axis to size.
+        options: further arguments of the strategy, by name.
         timeout_seconds: how long a collective may wait for a peer.
 
     Raises:
-        ValueError: for a name that no RL strategy has, or an axis or a size that it does not take.
+        ValueError: for a name that no RL strategy has, or an axis, a size or an option that it does not take.
     """
-    arguments = _known(name, layout).arguments_of(layout)
+    kind = _known(name, layout)
+    arguments = {**kind.arguments_of(layout), **(options or {})}
+    known = inspect.signature(kind).parameters
+    unknown = [option for option in arguments if option not in known]
+    if unknown:
+        raise ValueError(f"--option: {name} has no argument {', '.join(unknown)}; it has {', '.join(known)}.")
     strategy: RLStrategy = StrategyRegistry[name]["strategy"](**arguments, timeout_seconds=timeout_seconds)
     return strategy
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
@@ -81,13 +82,14 @@ class _Work:
     device_type: str
     strategy: str | None = None
     layout: Mapping[str, int] | None = None
+    options: Mapping[str, Any] | None = None
 
     def __call__(self, rank: int) -> None:
         logging.getLogger("lightning").setLevel(logging.WARNING)
         if self.strategy is None or self.layout is None:
             measure(self._one_process, self.job, reference=True)
             return
-        strategy = build_strategy(self.strategy, self.layout, timeout_seconds=TIMEOUT_SECONDS)
+        strategy = build_strategy(self.strategy, self.layout, options=self.options, timeout_seconds=TIMEOUT_SECONDS)
         accelerator: Accelerator = CUDAAccelerator() if self.device_type == "cuda" else CPUAccelerator()
         strategy.accelerator = accelerator
         strategy.parallel_devices = [
@@ -110,6 +112,7 @@ def run_parity(
     strategy: str,
     layout: Mapping[str, int],
     model: str = "tiny-qwen3",
+    options: Mapping[str, Any] | None = None,
     micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     tolerance: float = TOLERANCE,
 ) -> ParityReport:
@@ -122,6 +125,7 @@ def run_parity(
         strategy: name of an RL strategy.
         layout: axis to size.
         model: one of ``TINY_MODELS``, or a directory or id of a causal language model.
+        options: further arguments of the strategy, by name.
         micro_batch_tokens: limit of the layout's micro-batches.
         tolerance: largest difference allowed.
 
@@ -134,7 +138,7 @@ def run_parity(
         raise ValueError(
             f"--micro-batch-tokens: {micro_batch_tokens} is below {max(LENGTHS)}, the longest sequence of the batch."
         )
-    build_strategy(strategy, layout)  # names what is wrong before anything is started
+    build_strategy(strategy, layout, options=options)  # names what is wrong before anything is started
     tiny = model in TINY_MODELS
     size = world_size(strategy, layout)
     device_type = "cuda" if torch.cuda.device_count() >= size else "cpu"
@@ -160,7 +164,11 @@ def run_parity(
         )
         for side, count, work in (
             ("one", 1, _Work(job=job, device_type=device_type)),
-            ("layout", size, _Work(job=layout_job, device_type=device_type, strategy=strategy, layout=dict(layout))),
+            (
+                "layout",
+                size,
+                _Work(job=layout_job, device_type=device_type, strategy=strategy, layout=dict(layout), options=options),
+            ),
         ):
             run_ranks(
                 work,
