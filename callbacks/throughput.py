@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 
 import lightning.pytorch as pl
+import torch
 from typing_extensions import override
 
 from lightning_rlhf.callbacks.on_policy import as_on_policy
@@ -16,6 +19,7 @@ class Throughput(pl.Callback):
 
     - ``time/step``: seconds from the batch's arrival to the step's end: rollout, rewards, update, weight sync;
     - ``time/other``: seconds of the step that no other ``time/`` metric covers;
+    - ``memory/peak_host`` and, on CUDA, ``memory/peak_device``: bytes, of this process so far and of this step;
     - ``throughput/tokens_per_second``: prompt and response tokens of all ranks' rollouts over ``time/step``.
 
     It puts itself before the other callbacks: its clock must start before the rollout, and others show what it finds.
@@ -48,6 +52,17 @@ class Throughput(pl.Callback):
         measured = {"time/step": seconds, "time/other": seconds - known}
         if "rollout/num_tokens" in module.last_metrics:
             measured["throughput/tokens_per_second"] = module.last_metrics["rollout/num_tokens"] / seconds
+        measured.update(_peak_memory(trainer.strategy.root_device))
         module.last_metrics.update(measured)
         for logger in trainer.loggers:
             logger.log_metrics(measured, step=module.rl_step)
+
+
+def _peak_memory(device: torch.device) -> dict[str, float]:
+    """Bytes; the device's peak starts again with each step."""
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    peak = {"memory/peak_host": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}
+    if device.type == "cuda":
+        peak["memory/peak_device"] = float(torch.cuda.max_memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+    return peak

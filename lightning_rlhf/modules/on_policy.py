@@ -27,7 +27,7 @@ from lightning_rlhf.contracts.engine import (
 from lightning_rlhf.modules.arguments import check_arguments
 from lightning_rlhf.modules.engine_owner import EngineOwner
 from lightning_rlhf.modules.step_data import StepData, build_step_data
-from lightning_rlhf.modules.step_metrics import rollout_metrics
+from lightning_rlhf.modules.step_metrics import component_rewards, rollout_metrics
 from lightning_rlhf.rewards import RewardFunction, score
 from lightning_rlhf.rng import capture_rng, restore_rng
 from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, PromptBatch, Rollouts
@@ -211,7 +211,7 @@ class OnPolicyModule(EngineOwner):
         rewards = self.score(rollouts)
         step_data = self.step_data = self.make_experience(rollouts, rewards)
         update_metrics = self.update(step_data)
-        self.finish_step(rollout_metrics(step_data.plan), update_metrics)
+        self.finish_step(rollout_metrics(step_data.plan), component_rewards(rollouts, self.actor), update_metrics)
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Rewards ``[B]`` fp32 of this rank's rows, NaN where one failed; kept in ``rollouts.rewards``.

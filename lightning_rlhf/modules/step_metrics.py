@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import torch
+
 from lightning_rlhf.batching.plan import StepPlan
+from lightning_rlhf.contracts.engine import BaseEngine
+from lightning_rlhf.metrics import reduce_metrics
+from lightning_rlhf.rewards import component_metrics
+from lightning_rlhf.types import Rollouts
 
 
 def rollout_metrics(plan: StepPlan) -> dict[str, float]:
@@ -37,3 +43,15 @@ def rollout_metrics(plan: StepPlan) -> dict[str, float]:
         metrics["reward/mean"] = mean
         metrics["reward/std"] = (sum((reward - mean) ** 2 for reward in known) / len(known)) ** 0.5
     return metrics
+
+
+def component_rewards(rollouts: Rollouts, engine: BaseEngine) -> dict[str, float]:
+    """Means and failures of several rewards apart, over all data-parallel ranks; nothing for one alone. Collective."""
+    if rollouts.reward_components is None:
+        return {}
+    rows = rollouts.reward_components
+    names = list(rows[0]) if rows else []
+    named = {name: torch.tensor([row[name] for row in rows], device=engine.device) for name in names}
+    return reduce_metrics(
+        component_metrics(named), engine.data_parallel_group, distributed=engine.data_parallel_size > 1
+    )
