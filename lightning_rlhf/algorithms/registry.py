@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from lightning_rlhf.algorithms import advantages, corrections, covariance_losses, losses
+from lightning_rlhf.algorithms import advantages, corrections, covariance_losses, length_penalties, losses
 from lightning_rlhf.types import LossOutput
 
 AdvantageEstimator: TypeAlias = Callable[..., Tensor]
@@ -20,6 +20,9 @@ TokenSelection: TypeAlias = Callable[..., Tensor]
 """``(log_probs, old_log_probs, advantages, response_mask, *, generator, **arguments) -> bool`` of a mini-batch."""
 Correction: TypeAlias = Callable[..., Tensor]
 """``(log_probs_trainer, rollout_log_probs, mask, **arguments) -> weights``; given ``cu_seqlens`` if it asks for it."""
+
+LengthPenalty: TypeAlias = Callable[..., Tensor]
+"""``(rewards [B], uids, lengths [B], **arguments) -> [B]``, added to the rewards."""
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -52,6 +55,10 @@ _POLICY_LOSSES: dict[str, PolicyLoss] = {
 _SELECTIONS: dict[str, TokenSelection] = {
     "clip_cov": covariance_losses.clip_cov_selection,
     "kl_cov": covariance_losses.kl_cov_selection,
+}
+_LENGTH_PENALTIES: dict[str, LengthPenalty] = {
+    "linear": length_penalties.linear,
+    "relative": length_penalties.relative,
 }
 _CORRECTIONS: dict[str, Correction] = {
     "token_tis": corrections.token_tis,
@@ -119,6 +126,15 @@ def rollout_correction(chosen: str | Correction) -> Correction | None:
         ValueError: for an unknown name, with all known ones.
     """
     return None if chosen == "none" else _look_up(_CORRECTIONS, "rollout_correction", chosen, extra=("none",))
+
+
+def length_penalty(chosen: str | LengthPenalty) -> LengthPenalty:
+    """The length penalty of that name; a callable is returned as it is.
+
+    Raises:
+        ValueError: for an unknown name, with all known ones.
+    """
+    return _look_up(_LENGTH_PENALTIES, "length_penalty", chosen)
 
 
 def _register(known: dict[str, Callable[..., Any]], kind: str, name: str) -> Callable[[T], T]:

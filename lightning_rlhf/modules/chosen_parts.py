@@ -14,9 +14,11 @@ from lightning_rlhf.algorithms.advantages import gdpo
 from lightning_rlhf.algorithms.registry import (
     AdvantageEstimator,
     Correction,
+    LengthPenalty,
     PolicyLoss,
     TokenSelection,
     advantage_estimator,
+    length_penalty,
     policy_loss,
     rollout_correction,
     token_selection,
@@ -132,6 +134,24 @@ def chosen_advantage(
     elif not normalize_std:
         raise ValueError(f"normalize_std=False means nothing to advantage={_named(chosen)}: it has no such division.")
     return ChosenAdvantage(estimator, _bind("advantage", chosen, estimator, given))
+
+
+def chosen_length_penalty(
+    chosen: str | LengthPenalty | None, arguments: Mapping[str, Any] | None
+) -> LengthPenalty | None:
+    """The length penalty as ``(rewards, uids, lengths) -> [B]``; None for none.
+
+    Raises:
+        ValueError: for an unknown name, an argument that it does not take, or a value that it refuses.
+    """
+    if chosen is None:
+        if arguments:
+            raise ValueError(f"length_penalty_args={dict(arguments)} without a length_penalty to take them.")
+        return None
+    bound: LengthPenalty = _bind("length_penalty", chosen, length_penalty(chosen), dict(arguments or {}))
+    if isinstance(chosen, str):
+        bound(torch.zeros(1), ["a"], torch.ones(1))
+    return bound
 
 
 def chosen_correction(chosen: str | Correction, arguments: Mapping[str, Any] | None) -> Correction | None:

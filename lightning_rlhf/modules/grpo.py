@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from lightning_rlhf.algorithms.aggregation import AggregationMode
 from lightning_rlhf.algorithms.kl import KLEstimator
-from lightning_rlhf.algorithms.registry import AdvantageEstimator, Correction, PolicyLoss
+from lightning_rlhf.algorithms.registry import AdvantageEstimator, Correction, LengthPenalty, PolicyLoss
 from lightning_rlhf.contracts.engine import LRScheduleFactory, OptimizerFactory
 from lightning_rlhf.modules.arguments import check_overlong
-from lightning_rlhf.modules.chosen_parts import chosen_advantage
+from lightning_rlhf.modules.chosen_parts import chosen_advantage, chosen_length_penalty
 from lightning_rlhf.modules.clipped_policy import ClippedPolicyModule, KLPlace, OldLogProbs
 from lightning_rlhf.modules.compat import Choices, Compat, as_in
 from lightning_rlhf.modules.step_data import StepData
@@ -78,6 +78,9 @@ class GRPO(ClippedPolicyModule):
         overlong_max_tokens: DAPO's soft overlong penalty takes 1 off the reward of a training response of this length,
             see ``rewards.soft_overlong_penalty``; None takes nothing off.
         overlong_cache_tokens: tokens before that length over which the penalty grows from 0.
+        length_penalty: adds something to each training reward by its response's length: ``linear`` or ``relative`` in
+            ``algorithms.length_penalties``, or a callable; None adds nothing.
+        length_penalty_args: further arguments of that penalty.
         compat: ``"verl"`` or ``"trl"`` takes that library's choice where libraries disagree and no other argument says
             otherwise, see ``docs/algorithms.md``.
         max_rl_steps: RL steps after which training ends; None leaves it to the Trainer.
@@ -125,6 +128,8 @@ class GRPO(ClippedPolicyModule):
         mask_truncated: bool = False,
         overlong_max_tokens: int | None = None,
         overlong_cache_tokens: int | None = None,
+        length_penalty: str | LengthPenalty | None = None,
+        length_penalty_args: Mapping[str, Any] | None = None,
         compat: Compat | None = None,
         max_rl_steps: int | None = None,
         seed: int = 0,
@@ -134,9 +139,10 @@ class GRPO(ClippedPolicyModule):
         arguments = _with_weights(advantage, choices.advantage_args, reward)
         estimator = chosen_advantage(advantage, normalize_std=normalize_std, arguments=arguments)
         check_overlong(overlong_max_tokens, overlong_cache_tokens)
-        if estimator.needs_components and (overlong_max_tokens is not None or kl_in == "reward"):
+        penalty = chosen_length_penalty(length_penalty, length_penalty_args)
+        if estimator.needs_components and (overlong_max_tokens is not None or penalty or kl_in == "reward"):
             raise ValueError(
-                f"advantage={advantage!r} normalises each reward apart, and the overlong penalty and kl_in='reward' "
+                f"advantage={advantage!r} normalises each reward apart, and length penalties and kl_in='reward' "
                 "change their sum alone. Give the penalty as a reward of its own, and kl_in='loss'."
             )
         super().__init__(
@@ -178,7 +184,7 @@ class GRPO(ClippedPolicyModule):
         )
         self.normalize_std = normalize_std
         self.overlong_max_tokens, self.overlong_cache_tokens = overlong_max_tokens, overlong_cache_tokens
-        self._estimator = estimator
+        self._estimator, self._length_penalty = estimator, penalty
 
     @property
     @override
@@ -199,13 +205,18 @@ class GRPO(ClippedPolicyModule):
 
     @override
     def rewards_of_rows(self, data: StepData) -> Tensor:
-        """Rewards, less the KL to the reference summed over each response if it is in the reward. Collective."""
+        """Rewards with the length penalty, less the KL of each response if it is in the reward. Collective."""
+        rewards = data.rewards
+        if self._length_penalty is not None:
+            added = self._length_penalty(data.rewards, data.uids, data.response_lengths)
+            self.note_metrics({"reward/length_penalty": float(added.mean())})
+            rewards = rewards + added
         penalties = self.kl_penalties(data.experience)
-        if penalties is None:
-            return data.rewards
-        over_all = sum_over_rows(data, penalties, self.actor)
-        self.note_metrics({"reward/kl_penalty": float(over_all.mean())})
-        return data.rewards - over_all.float()
+        if penalties is not None:
+            over_all = sum_over_rows(data, penalties, self.actor)
+            self.note_metrics({"reward/kl_penalty": float(over_all.mean())})
+            rewards = rewards - over_all.float()
+        return rewards
 
     @override
     def make_experience(self, rollouts: Rollouts, rewards: Tensor) -> StepData:

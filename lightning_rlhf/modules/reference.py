@@ -12,7 +12,8 @@ from lightning_rlhf.contracts.engine import BaseEngine
 def move_reference(reference: BaseEngine, actor: BaseEngine, *, share: float) -> None:
     """``reference <- (1 - share) * reference + share * actor``, each rank on the parts that it holds; no collective.
 
-    Both engines were built by one strategy from one model, so their parameters lie alike. They are fp32 in both.
+    Both engines were built by one strategy from one model, so their parameters lie alike. In a
+    back end that keeps them in bf16, a small share may round to no move at all.
 
     Args:
         reference: changed in place.

@@ -10,8 +10,9 @@ import torch
 from support.fork import run_distributed
 from support.toy import Recorder, digit_reward, parameters_of, toy_data, toy_module, toy_trainer
 
-from lightning_rlhf.algorithms.advantages import gdpo, remax
+from lightning_rlhf.algorithms.advantages import gdpo, grpo, remax
 from lightning_rlhf.algorithms.covariance_losses import select_largest_covariance
+from lightning_rlhf.algorithms.length_penalties import relative
 from lightning_rlhf.callbacks import HFRollout, RLCheckpoint
 from lightning_rlhf.contracts.engine import BaseEngine
 from lightning_rlhf.modules.step_data import StepData
@@ -186,6 +187,20 @@ def test_the_kl_in_the_reward_is_summed_over_each_response(tmp_path: Path, tiny_
         for row in rows:
             of_row = experience.advantages[experience.sequence_ids == row][-1]
             assert float(of_row) == pytest.approx(float(rewards[row] - rewards[rows].mean()), abs=1e-5)
+
+
+def test_a_length_penalty_is_added_before_advantages_are_estimated(tmp_path: Path, tiny_directory: Path) -> None:
+    recorder = Advantages()
+    arguments: dict[str, Any] = {"length_penalty": "relative", "length_penalty_args": {"weight": 0.5}}
+    metrics = _fit(tmp_path, tiny_directory, recorder=recorder, **arguments)["metrics"]
+    for data, step in zip(recorder.data, metrics, strict=True):
+        added = relative(data.rewards, data.uids, data.response_lengths, weight=0.5)
+        assert step["reward/length_penalty"] == pytest.approx(float(added.mean()))
+        assert step["reward/mean"] == pytest.approx(float(data.rewards.mean()))
+        expected = data.own_rows(grpo(data.rewards + added, data.uids))
+        experience = data.experience
+        assert torch.equal(experience.advantages, expected[experience.sequence_ids] * experience.loss_mask)
+    assert any(step["reward/length_penalty"] != 0 for step in metrics)
 
 
 def _reference_after(folder: Path, model: Path, steps: int, **settings: Any) -> dict[str, Any]:
