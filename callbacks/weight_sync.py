@@ -55,6 +55,7 @@ class WeightSync(RLCallback):
         self.probe_tolerance = probe_tolerance
         self.last_receipt: Receipt | None = None
         self._manager: CheckpointEngineManager | None = None
+        self._rollout: RolloutEngine | None = None
 
     @override
     def on_after_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: OptimizerStep) -> None:
@@ -65,6 +66,7 @@ class WeightSync(RLCallback):
             return
         # before the first rollout there is no engine to push to; ensure_fresh serves it then
         if self._manager is not None:
+            self._find_replicas(self._manager)
             with module.timed("sync"):
                 self._keep(module, self._manager.update_weights(module.policy_version))
 
@@ -88,13 +90,15 @@ class WeightSync(RLCallback):
             rollout: the engine that is about to sample.
             max_lag: versions that it may be behind.
         """
-        if self._manager is None or self._manager.rollout is not rollout or self._manager.engine is not module.actor:
+        if self._manager is None or self._rollout is not rollout or self._manager.engine is not module.actor:
             self._manager = self._build_manager(module, rollout)
+            self._rollout = rollout
             # versions are counted by each module for itself: equal numbers of two modules are not equal weights
             rollout.weight_version = None
         held = rollout.weight_version
         if max_lag and held is not None and 0 <= module.policy_version - held <= max_lag:
             return
+        self._find_replicas(self._manager)
         with module.timed("sync"):
             receipt = self._manager.ensure_fresh(module.policy_version)
         if receipt is not None:
@@ -105,14 +109,31 @@ class WeightSync(RLCallback):
         tolerance = PROBE_TOLERANCE_BF16 if bf16 else PROBE_TOLERANCE_FP32
         return CheckpointEngineManager(
             engine=module.actor,
-            rollout=rollout,
+            rollout=None if self.checkpoint_engine.remote else rollout,
             checkpoint_engine=self.checkpoint_engine,
             probe_token_ids=module.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:24],
             probe_tolerance=tolerance if self.probe_tolerance is None else self.probe_tolerance,
         )
 
+    def _find_replicas(self, manager: CheckpointEngineManager) -> None:
+        """Those that are there now: one that started again is new, and one that is gone is left out."""
+        if not self.checkpoint_engine.remote:
+            return
+        from lightning_rlhf.callbacks.served_replicas import replicas_of
+        from lightning_rlhf.rollout.served import ServedRolloutEngine
+
+        if not isinstance(self._rollout, ServedRolloutEngine):
+            raise ValueError(
+                f"{type(self.checkpoint_engine).__name__} carries weights to other processes, but "
+                f"{type(self._rollout).__name__} samples in this one: use WeightSync(engine='naive'), or "
+                f"VLLMRollout(mode='server')."
+            )
+        manager.replicas = replicas_of(self._rollout)
+
     def _keep(self, module: OnPolicyModule, receipt: Receipt) -> None:
         self.last_receipt = receipt
+        if self.checkpoint_engine.remote and self._rollout is not None:
+            self._rollout.weight_version = receipt.version  # from here on, requests are sent for it
         module.note_metrics(
             {
                 "sync/version": float(receipt.version),

@@ -36,6 +36,7 @@ class ReplicaStatus:
         paused: whether it waits between two tokens.
         busy_for: seconds since the engine's thread took up the command or token that it is at; 0 when it waits.
         generated: tokens sampled so far.
+        workers: that share the model.
     """
 
     weight_version: int | None
@@ -43,6 +44,7 @@ class ReplicaStatus:
     paused: bool
     busy_for: float
     generated: int
+    workers: int
 
 
 class ReplicaEngine:
@@ -62,6 +64,7 @@ class ReplicaEngine:
         self._weight_version: int | None = None
         self._busy_since: float | None = None
         self._generated = 0
+        self._workers = 1
         self._vllm: Any = None
         self.ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="replica-engine", daemon=True)
@@ -78,6 +81,7 @@ class ReplicaEngine:
             paused=self._paused,
             busy_for=0.0 if since is None else time.monotonic() - since,
             generated=self._generated,
+            workers=self._workers,
         )
 
     def add(self, requests: Sequence[Mapping[str, Any]], on_done: Done) -> Future[None]:
@@ -132,6 +136,7 @@ class ReplicaEngine:
     def _run(self) -> None:
         try:
             self._vllm = self._build()
+            self._workers = int(self._vllm.vllm_config.parallel_config.world_size)
             self.ready.set_result(None)
             while self._obey():
                 if self._may_step():

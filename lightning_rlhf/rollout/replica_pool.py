@@ -37,6 +37,7 @@ class Replica:
         state: see the module.
         note: why it is not up.
         version: of its weights, as it said last.
+        workers: that share its model, as it said last.
         deaths: how often it had to be started again.
         started: loop time of its last start.
     """
@@ -46,6 +47,7 @@ class Replica:
     state: State = "starting"
     note: str = "not heard of yet"
     version: int | None = None
+    workers: int = 1
     deaths: int = 0
     started: float = 0.0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -124,6 +126,7 @@ class ReplicaPool:
             except ReplicaLostError as error:
                 await self._unreachable(replica, str(error))
             else:
+                replica.workers = status.workers
                 if replica.state in ("starting", "down"):
                     await self._answers_again(replica, status.weight_version)
                 else:
@@ -291,6 +294,10 @@ class ReplicaPool:
                 if self._leads:
                     await self._judge(replica, version)
                 replica.wake.set()
+
+    async def note_version(self, replica: Replica, version: int | None) -> None:
+        """One replica was told its version by somebody else than `set_version`."""
+        await self._judge(replica, version)
 
     async def ask_all(self, call: Callable[[ReplicaClient], Awaitable[Any]]) -> list[Any]:
         """One answer of each replica that answers at all."""

@@ -30,6 +30,7 @@ from lightning_rlhf.rollout.weight_snapshot import WeightSnapshot
 from lightning_rlhf.types import PromptBatch, Rollouts, RolloutSequence
 
 T = TypeVar("T")
+SCORING = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 AGREEMENT_NATS = 1e-2
 """Replicas hold the same weights: they may differ by rounding, no more."""
 
@@ -126,6 +127,15 @@ class ServedRolloutEngine(RolloutEngine):
     def _on_exit(self, index: int, how: str) -> None:
         if not self._closed:
             asyncio.run_coroutine_threadsafe(self.pool.exited(index, how), self._loop)
+
+    def start_call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begins a coroutine in the loop that speaks to the replicas."""
+        return self._start(coroutine)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank brings weights."""
+        return self._leads
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         if self._closed:
@@ -241,21 +251,11 @@ class ServedRolloutEngine(RolloutEngine):
         return self._wait(self._score(token_ids))
 
     async def _score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-
-        async def ask(client: ReplicaClient) -> list[list[float]]:
-            requests = [self._request(list(ids), dict(params)) for ids in token_ids]
-            found = {
-                line["request_id"]: line["prompt_log_probs"]
-                async for line in client.generate([request.body() for request in requests])
-            }
-            return [found[request.request_id] for request in requests]
-
         if not self._leads:
-            requests = [self._request(list(ids), dict(params)) for ids in token_ids]
+            requests = [self._request(list(ids), dict(SCORING)) for ids in token_ids]
             await asyncio.gather(*(self._answer([request]) for request in requests))
             return [request.prompt_log_probs or [] for request in requests]
-        answers: list[list[list[float]]] = await self.pool.ask_all(ask)
+        answers: list[list[list[float]]] = await self.pool.ask_all(lambda client: self.score_by(client, token_ids))
         if not answers:
             raise RuntimeError(f"No replica is there to score a sequence: {self.pool.describe()}.")
         first, *others = answers
@@ -267,6 +267,15 @@ class ServedRolloutEngine(RolloutEngine):
                     f"{self.pool.describe()}."
                 )
         return first
+
+    async def score_by(self, client: ReplicaClient, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """What one replica says; see `score`. To be awaited in the engine's own loop."""
+        requests = [self._request(list(ids), dict(SCORING)) for ids in token_ids]
+        found = {
+            line["request_id"]: line["prompt_log_probs"]
+            async for line in client.generate([request.body() for request in requests])
+        }
+        return [found[request.request_id] for request in requests]
 
     # --- weights -----------------------------------------------------------------------------------------------------
 

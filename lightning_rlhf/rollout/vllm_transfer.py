@@ -11,6 +11,7 @@ What vLLM's loader leaves to be done is in `vllm_weights`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry, Invitation
 from lightning_rlhf.rollout.model_directory import WeightNames, weight_names_at
 from lightning_rlhf.rollout.vllm_weights import load_in_place
 from lightning_rlhf.rollout.weight_snapshot import read_snapshot
@@ -25,14 +27,15 @@ from lightning_rlhf.rollout.weight_snapshot import read_snapshot
 BACKEND = "lightning_rlhf"
 WORKER_EXTENSION = "lightning_rlhf.rollout.vllm_worker.WorkerExtension"
 SNAPSHOT = "snapshot"
+INVITATION = "invitation"
 
 
 def update_info(source: str, **arguments: Any) -> dict[str, Any]:
     """What ``update_weights`` is to be called with; JSON throughout.
 
     Args:
-        source: ``snapshot``.
-        **arguments: ``folder=`` of the snapshot.
+        source: ``snapshot``, or ``invitation`` of a checkpoint engine.
+        **arguments: ``folder=`` of the snapshot, or the fields of the invitation.
     """
     return {"source": source, "arguments": arguments}
 
@@ -45,15 +48,49 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
 
 
-def incoming(source: str, arguments: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one push.
+class Receivers:
+    """The receiving ends of checkpoint engines in one worker; connections stay from push to push."""
 
-    Raises:
-        ValueError: for a source that is not known.
-    """
-    if source != SNAPSHOT:
-        raise ValueError(f"Weights cannot come from {source!r}; known is {SNAPSHOT!r}.")
-    return read_snapshot(**arguments)
+    def __init__(self) -> None:
+        self._joined: dict[str, tuple[Invitation, CheckpointEngine]] = {}
+
+    def receive(self, source: str, arguments: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of one push.
+
+        Raises:
+            ValueError: for a source that is not known.
+            RuntimeError: if the sender is gone, silent, or gave up.
+        """
+        if source == SNAPSHOT:
+            yield from read_snapshot(**arguments)
+        elif source == INVITATION:
+            engine = self._engine(Invitation.from_json(arguments))
+            try:
+                # not `yield from`, which would hand a close of this one on before finalize
+                for named_tensor in engine.receive_weights():  # noqa: UP028
+                    yield named_tensor
+            finally:
+                engine.finalize()
+        else:
+            raise ValueError(f"Weights cannot come from {source!r}; known are {SNAPSHOT!r} and {INVITATION!r}.")
+
+    def _engine(self, invitation: Invitation) -> CheckpointEngine:
+        known = self._joined.get(invitation.engine)
+        if known is None or known[0] != invitation:
+            if known is not None:
+                known[1].close()
+            # by name, as a package that adds engines would be: rollout does not depend on weights
+            importlib.import_module("lightning_rlhf.weights")
+            known = (invitation, CheckpointEngineRegistry.new(invitation.engine, **invitation.settings))
+            self._joined[invitation.engine] = known
+        known[1].join(invitation)
+        return known[1]
+
+    def close(self) -> None:
+        """Leaves the senders."""
+        for _, engine in self._joined.values():
+            engine.close()
+        self._joined.clear()
 
 
 @cache
@@ -83,6 +120,10 @@ def _engine_class() -> type[Any]:
         update_info_cls = UpdateInfo
         supports_draft_weight_update = False
 
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.receivers = Receivers()
+
         def init_transfer_engine(self, init_info: InitInfo) -> None:
             """Nothing to set up."""
 
@@ -99,14 +140,15 @@ def _engine_class() -> type[Any]:
 
         def receive_weights(self, update_info: UpdateInfo) -> None:
             """Loads the whole push."""
-            named_tensors = incoming(update_info.source, update_info.arguments)
+            named_tensors = self.receivers.receive(update_info.source, update_info.arguments)
             load_in_place(self.model, self.model_config, named_tensors, names_of(self.model_config.model))
 
         def finish_weight_update(self) -> None:
             """Left to `receive_weights`."""
 
         def shutdown(self) -> None:
-            """Nothing is held between two pushes."""
+            """Leaves the senders."""
+            self.receivers.close()
 
     return Transfer
 

@@ -49,7 +49,9 @@ class Killer(RLCallback):
             os.kill(engine._fleet.pids[0], signal.SIGKILL)
 
 
-def _fit(root: Path, model: Path, mode: str, strategy: str, devices: int, kill: bool) -> dict[str, Any]:
+def _fit(
+    root: Path, model: Path, mode: str, strategy: str, devices: int, kill: bool, carrier: str = "naive"
+) -> dict[str, Any]:
     recorder, killer = Recorder(), Killer()
     served = {"mode": "server", "replicas": 2, "server": {"threads": 1}} if mode == "server" else {}
     rollout = VLLMRollout(
@@ -60,8 +62,9 @@ def _fit(root: Path, model: Path, mode: str, strategy: str, devices: int, kill: 
         kv_cache_bytes=16 << 20,
         **served,  # type: ignore[arg-type]
     )
-    callbacks = [recorder, *([killer] if kill else [])]
-    trainer = toy_trainer(root, callbacks=callbacks, rollout=rollout, strategy=strategy, devices=devices)
+    callbacks = [*([killer] if kill else []), WeightSync(engine=carrier), recorder]
+    settings: dict[str, Any] = {"weight_sync": False, "strategy": strategy, "devices": devices}
+    trainer = toy_trainer(root, callbacks=callbacks, rollout=rollout, **settings)
     try:
         trainer.fit(toy_module(model, max_rl_steps=STEPS), toy_data())
         engine = rollout.engine
@@ -82,7 +85,7 @@ def test_served_replicas_give_what_an_engine_in_the_process_gives(tmp_path: Path
     (served,) = _run(tmp_path / "b", directory, "server", "auto", True, devices=1)
     assert served["killed"] == 1
     assert served["ledger"]["accepted"] == served["ledger"]["answered"] > 0
-    ranks = _run(tmp_path / "c", directory, "server", "fsdp2_rl", False, devices=2)
+    ranks = _run(tmp_path / "c", directory, "server", "fsdp2_rl", False, "shm", devices=2)
     for index, step in enumerate(colocated["steps"]):
         for other in (served["steps"][index], {"tokens": [t for r in ranks for t in r["steps"][index]["tokens"]]}):
             assert other["tokens"] == step["tokens"], index
