@@ -23,7 +23,8 @@ class MoEOptions:
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach their experts. ``allgather`` needs as many tokens on every rank of the experts' group."""
     load_balancing: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
-    """Over what the load is balanced: a micro-batch, each sequence, or all since the last step."""
+    """Over what the load is balanced. Only each micro-batch (``aux_loss``) is the same in every layout; others are
+    refused."""
     aux_loss_coef: float | None = None
     """Of the load-balancing loss; None: the config's, if the model outputs router logits; else none."""
     z_loss_coef: float = 0.0
@@ -72,7 +73,7 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",
     }
     if shape.moe is not None:
-        fields |= _moe_fields(shape.moe, moe or MoEOptions())
+        fields |= _moe_fields(shape.moe, moe or MoEOptions(), layout)
     return TransformerConfig(**fields)
 
 
@@ -137,8 +138,18 @@ def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
     raise ValueError(f"recompute must be 'none', 'selective' or 'full', got {recompute!r}.")
 
 
-def _moe_fields(shape: MoEShape, options: MoEOptions) -> dict[str, Any]:
+def _moe_fields(shape: MoEShape, options: MoEOptions, layout: MegatronLayout) -> dict[str, Any]:
     coefficient = shape.aux_loss_coef if options.aux_loss_coef is None else options.aux_loss_coef
+    if options.load_balancing != "aux_loss":
+        raise ValueError(
+            f"load_balancing={options.load_balancing!r}: packed micro-batches are one sequence to megatron's "
+            f"seq_aux_loss, and its global_aux_loss depends on the order of micro-batches, so that layouts would "
+            f"differ. Use 'aux_loss'."
+        )
+    # Gradients are divided by all tokens of the mini-batch, so megatron multiplies a router's losses by the tokens that
+    # the router sees (router.py:466). Tensor and context parallel ranks each see a share of a micro-batch; their parts
+    # of a loss add up to the whole, and the factor should be the whole's tokens: tp x cp times what megatron takes.
+    whole = layout.tensor_parallel_size * layout.context_parallel_size
     return {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.ffn_size,
@@ -147,9 +158,9 @@ def _moe_fields(shape: MoEShape, options: MoEOptions) -> dict[str, Any]:
         # softmax over the chosen experts' logits is the renormalised softmax over all of them
         "moe_router_pre_softmax": not shape.renormalize and shape.scores == "softmax",
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": options.load_balancing if coefficient else "none",
-        "moe_aux_loss_coeff": coefficient,
-        "moe_z_loss_coeff": options.z_loss_coef or None,
+        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
+        "moe_aux_loss_coeff": coefficient * whole,
+        "moe_z_loss_coeff": options.z_loss_coef * whole or None,
         "moe_token_dispatcher_type": options.dispatcher,
         "variable_seq_lengths": options.dispatcher == "alltoall",
         "moe_router_score_function": shape.scores,
