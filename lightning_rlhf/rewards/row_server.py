@@ -68,29 +68,33 @@ def serve(connection: Connection) -> None:
     while True:
         try:
             limits, rows = connection.recv()
-        except EOFError:
-            return
-        _score_batch(connection, reward, RowLimits(**limits), rows)
+            _score_batch(connection, reward, RowLimits(**limits), rows)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return  # the trainer has gone; rows that still run die with this process
 
 
 def _score_batch(
     connection: Connection, reward: Callable[..., Any], limits: RowLimits, rows: list[tuple[Any, ...]]
 ) -> None:
     """Sends one answer for each row, in the order in which they are found."""
-    waiting = list(enumerate(rows))[::-1]
-    with selectors.DefaultSelector() as pipes:
-        while waiting or pipes.get_map():
-            while waiting and len(pipes.get_map()) < limits.workers:
+    waiting, running = list(enumerate(rows))[::-1], dict[int, _Child]()
+    with selectors.DefaultSelector() as readable:
+        readable.register(connection.fileno(), selectors.EVENT_READ)
+        while waiting or running:
+            while waiting and len(running) < limits.workers:
                 row, content = waiting.pop()
-                pipe, child = _fork(reward, row, content, limits)
-                pipes.register(pipe, selectors.EVENT_READ, child)
-            first_end = min(key.data.end for key in pipes.get_map().values())
-            answered = {key.fd for key, _ in pipes.select(max(0.0, first_end - time.monotonic()))}
-            for key in list(pipes.get_map().values()):
-                if key.fd in answered or time.monotonic() >= key.data.end:
-                    pipes.unregister(key.fd)
-                    answer = _answer_of(key.fd, key.data, limits, overdue=key.fd not in answered)
-                    connection.send_bytes(json.dumps({"row": key.data.row, **answer}).encode())
+                pipe, running_child = _fork(reward, row, content, limits)
+                running[pipe] = running_child
+                readable.register(pipe, selectors.EVENT_READ)
+            first_end = min(child.end for child in running.values())
+            answered = {key.fd for key, _ in readable.select(max(0.0, first_end - time.monotonic()))}
+            if connection.fileno() in answered:
+                raise EOFError  # the trainer says nothing during a batch, so it has closed its end
+            for pipe, child in list(running.items()):
+                if pipe in answered or time.monotonic() >= child.end:
+                    readable.unregister(pipe)
+                    answer = _answer_of(pipe, running.pop(pipe), limits, overdue=pipe not in answered)
+                    connection.send_bytes(json.dumps({"row": child.row, **answer}).encode())
 
 
 def _fork(reward: Callable[..., Any], row: int, content: tuple[Any, ...], limits: RowLimits) -> tuple[int, _Child]:

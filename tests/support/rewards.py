@@ -53,3 +53,10 @@ class BreaksWhenLoaded:
 
 def _raise() -> None:
     raise ModuleNotFoundError("no such module")
+
+
+def hangs_on_prompt(prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    """The share of digits; sleeps for ever on one of the toy prompts."""
+    if any("3 + 4 =" in prompt for prompt in prompts):
+        time.sleep(10_000)
+    return [sum(c.isdigit() for c in response) / max(len(response), 1) for response in responses]

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from support.rewards import BreaksWhenLoaded, eight_answers, not_importable, spends
 
-from lightning_rlhf.rewards import Failure, RewardBrokenError, TimeLimited, WeightedRewards, score
+from lightning_rlhf.rewards import Failure, RewardBrokenError, TimeLimited, WeightedRewards, row_server, score
 
 Where = Literal["process", "thread"]
 
@@ -82,6 +86,30 @@ def test_a_broken_helper_process_fails_its_rows_and_is_replaced(limited: TimeLim
     time.sleep(0.2)
     assert not alive(child)  # it has died with its parent
     assert of(limited, ["fine"]) == [1.0]
+
+
+def test_the_helper_and_its_rows_end_with_the_trainer(limited: TimeLimited, tmp_path: Path) -> None:
+    """Here the test is the trainer: it closes its end in the middle of a batch, as its death would."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        server = subprocess.Popen(
+            [sys.executable, "-P", row_server.__file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    connection = Connection(ours.detach())
+    connection.send(spends)
+    assert connection.recv_bytes() == b"{}"
+    connection.send(({"workers": 2, "seconds": 1000.0}, [("", f"child {tmp_path / 'pids'}", {})]))
+    while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
+        time.sleep(0.01)
+    connection.close()
+    assert server.wait(20.0) == 0
+    child = int((tmp_path / "pids").read_text().split()[1])
+    end = time.monotonic() + 10.0
+    while alive(child) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not alive(child)
 
 
 def test_one_worker_scores_one_row_after_the_other() -> None:
