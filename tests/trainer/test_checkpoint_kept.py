@@ -16,6 +16,7 @@ from support.toy import Recorder, toy_data, toy_module, toy_trainer
 
 from lightning_rlhf.callbacks import RLCheckpoint
 from lightning_rlhf.callbacks.checkpoint import fault_of
+from lightning_rlhf.cli.run import _continued, build
 from lightning_rlhf.cli.run_checkpoints import wandb_run_id
 
 
@@ -216,18 +217,32 @@ def test_f03_a_full_disk_keeps_the_old(tmp_path: Path, tiny_directory: Path, sma
     assert all(fault_of(folder / name) is None for name in left)
 
 
-def test_the_wandb_run_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+def test_a_resumed_run_goes_on_in_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
     from lightning.pytorch.loggers import WandbLogger
+    from omegaconf import OmegaConf
 
     monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = WandbLogger(save_dir=tmp_path, project="p", id="thatrun", offline=True)
-    module = ScriptedGRPO([0.5, 0.5])
-    scripted_fit(
-        module, tmp_path, [RLCheckpoint(every_n_rl_steps=1)], enable_checkpointing=True, logger=logger,
-        log_every_n_steps=1,
-    )  # fmt: skip
-    import wandb
 
-    wandb.finish()
-    assert wandb_run_id(tmp_path / "checkpoints" / "rl_step=000002.ckpt") == "thatrun"
+    def fit(until: int, ckpt_path: str | None) -> None:
+        node = {"_target_": "lightning.pytorch.loggers.WandbLogger", "save_dir": str(tmp_path), "project": "p"}
+        cfg = OmegaConf.create(
+            {"run_dir": str(tmp_path), "ckpt_path": ckpt_path, "logger": {"wandb": {**node, "offline": True}}}
+        )
+        logger = build("logger.wandb", cfg, **_continued(cfg, cfg.logger.wandb))
+        assert isinstance(logger, WandbLogger)
+        scripted_fit(
+            ScriptedGRPO([0.5] * 4, max_rl_steps=until), tmp_path, [RLCheckpoint(every_n_rl_steps=1)],
+            enable_checkpointing=True, logger=logger, log_every_n_steps=1, ckpt_path=ckpt_path,
+        )  # fmt: skip
+        wandb.finish()
+
+    fit(2, None)
+    (first,) = {path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")}
+    assert wandb_run_id(tmp_path / "checkpoints" / "rl_step=000002.ckpt") == first
+    fit(4, "last")
+    assert {path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")} == {first}
+    assert wandb_run_id(tmp_path / "checkpoints" / "rl_step=000004.ckpt") == first
+    # a run that starts anew has a run of its own
+    fit(1, None)
+    assert len({path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")}) == 2
