@@ -1,0 +1,291 @@
+"""What each checkpoint engine has of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fork import run_distributed
+from support.receivers import Forked, Receiver, pack
+from torch import Tensor
+
+from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
+from lightning_rlhf.weights import (
+    DeltaCheckpointEngine,
+    DiskCheckpointEngine,
+    NaiveCheckpointEngine,
+    ShmCheckpointEngine,
+)
+from lightning_rlhf.weights.delta import DeltaTransform
+from lightning_rlhf.weights.disk import newest_snapshot, read_snapshot, snapshots
+from lightning_rlhf.weights.shm import PREFIX, ShmSenderLink, remove_abandoned
+
+
+def push(engine: Any, names: list[str], tensors: dict[str, Tensor]) -> None:
+    engine.prepare()
+    engine.init_process_group(engine.build_topology(trainer_world_size=1, receiver_ids=names))
+    engine.send_weights(iter(tensors.items()))
+    engine.finalize()
+
+
+def in_own_process(body: Any) -> None:
+    run_distributed(body, 1, init_process_group=False, timeout=60.0)
+
+
+# --- naive -----------------------------------------------------------------------------------------------------------
+
+
+def test_naive_hands_over_the_tensors_themselves() -> None:
+    engine = NaiveCheckpointEngine()
+    tensors = {"a": torch.ones(3), "empty": torch.zeros(0, 2), "fp8": torch.ones(2).to(torch.float8_e5m2)}
+    for _ in range(3):
+        engine.prepare()
+        engine.init_process_group(engine.build_topology(trainer_world_size=1, receiver_ids=["local"]))
+        engine.send_weights(iter(tensors.items()))
+        assert [(name, id(tensor)) for name, tensor in engine.receive_weights()] == [
+            (name, id(tensor)) for name, tensor in tensors.items()
+        ]
+        engine.finalize()
+    with pytest.raises(ValueError, match=r"1 rank\(s\), but 2 replica\(s\)"):
+        engine.init_process_group(engine.build_topology(trainer_world_size=1, receiver_ids=["a", "b"]))
+    with pytest.raises(NotImplementedError, match="trainer's process only"):
+        engine.invitation("a")
+
+
+# --- shm -------------------------------------------------------------------------------------------------------------
+
+
+def test_shm_leaves_no_file_even_if_killed(tmp_path: Path) -> None:
+    def killed_while_its_files_have_names(pipe: Any) -> None:
+        link = ShmSenderLink(tmp_path, 4096)
+        pipe.send(len(link.slots))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def body() -> None:
+        engine = ShmCheckpointEngine(bucket_bytes=4096, timeout=2.0, directory=str(tmp_path))
+        engine.prepare()
+        receiver = Receiver(engine.invitation("r0"))
+        receiver.sync()
+        push(engine, ["r0"], {"x": torch.ones(5000)})
+        assert receiver.result() == {"x": pack(torch.ones(5000))}
+        assert list(tmp_path.iterdir()) == []  # mapped by both, and nameless: nothing is left however this ends
+
+    in_own_process(body)
+    dead = Forked(killed_while_its_files_have_names)
+    assert dead.result() == 2
+    dead.wait()
+    assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
+    living = ShmSenderLink(tmp_path, 4096)  # removes them, and not its own
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(living.offer("")["names"])
+    assert remove_abandoned(tmp_path) == []
+    living.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shm_that_is_full_says_how_much_is_missing() -> None:
+    engine = ShmCheckpointEngine(bucket_bytes=1 << 50, timeout=2.0)
+    with pytest.raises(OSError, match=r"/dev/shm has no room for 2 slots of 1125899906842624 bytes \(\d+ free\)"):
+        engine.open_sender_link(["r0"])
+    assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
+
+
+def test_shm_maps_no_file_elsewhere() -> None:
+    with pytest.raises(ValueError, match="outside"):
+        ShmCheckpointEngine().open_receiver_link({"names": ["../../etc/passwd", "x"]})
+
+
+# --- delta -----------------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A sender's and a receiver's transform, joined without a link."""
+
+    def __init__(self, dense_every: int = 100) -> None:
+        self.sender, self.receiver = DeltaTransform(dense_every=dense_every), DeltaTransform(dense_every=dense_every)
+
+    def sync(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        labels: list[str] = []
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            for label, content in self.sender.encode(iter(tensors.items()), bases=[self.receiver.base]):
+                labels.append(label)
+                yield label, content
+
+        got = {name: tensor.clone() for name, tensor in self.receiver.decode(watched())}
+        self.sender.sent()
+        self.receiver.received()
+        return got, labels
+
+
+def test_delta_sends_the_changed_elements_only() -> None:
+    pair = Pair()
+    weights = {"w": torch.randn(1000).bfloat16(), "same": torch.ones(50), "nan": torch.full((9,), float("nan"))}
+    pair.sync(weights)
+    assert pair.sender.payload_share > 1.0  # and the checksums
+    weights["w"][[3, 500, 999]] += 1.0
+    got, labels = pair.sync(weights)
+    assert labels[1:] == ["at:w", "to:w", "sum:w", "sum:same", "sum:nan"]
+    assert torch.equal(got["w"], weights["w"])
+    assert pair.sender.payload_share == (3 * (4 + 2) + 3 * 8) / (2000 + 200 + 36)
+    weights["same"] += 1.0  # 50 x (4 + 4) bytes would be more than 200
+    assert "dense:same" in pair.sync(weights)[1]
+
+
+def test_delta_is_dense_again_every_k_syncs_and_after_a_failure() -> None:
+    pair = Pair(dense_every=3)
+    weights = {"w": torch.zeros(100)}
+    kinds = []
+    for step in range(7):
+        weights["w"][step] = 1.0
+        kinds.append(pair.sync(weights)[1][1].split(":")[0])
+    assert kinds == ["dense", "at", "at", "dense", "at", "at", "dense"]
+    pair.receiver.forget()
+    got, labels = pair.sync(weights)
+    assert labels[1] == "dense:w"
+    assert torch.equal(got["w"], weights["w"])
+
+
+def test_delta_notices_that_the_receiver_holds_something_else() -> None:
+    pair = Pair()
+    weights = {"w": torch.zeros(100)}
+    pair.sync(weights)
+    pair.receiver._held["w"][7] = 5.0
+    weights["w"][3] = 1.0
+    with pytest.raises(RuntimeError, match=r"w: checksum .* after the changes were put in"):
+        pair.sync(weights)
+
+
+@pytest.mark.parametrize("link", ["shm", "disk", "nccl"])
+def test_delta_goes_over_any_link_and_to_a_newcomer_whole(link: str, tmp_path: Path) -> None:
+    def body() -> None:
+        folder = {"folder": str(tmp_path)} if link == "disk" else {}
+        engine = DeltaCheckpointEngine(link=link, bucket_bytes=8192, timeout=2.0, **folder)
+        engine.prepare()
+        first, second = (Receiver(engine.invitation(name)) for name in ("a", "b"))
+        weights = {"w": torch.randn(70, 70), "half": torch.randn(300).half()}
+        shares = []
+        for members in ({"a": first}, {"a": first}, {"a": first, "b": second}):
+            weights["w"][5, :3] += 1.0
+            for one in members.values():
+                one.sync()
+            push(engine, list(members), weights)
+            shares.append(engine.payload_share)
+            for one in members.values():
+                assert one.result() == {name: pack(tensor) for name, tensor in weights.items()}
+        assert shares[0] > 0.99
+        assert shares[1] < 0.01
+        assert shares[2] > 0.99
+        engine.close()
+
+    in_own_process(body)
+
+
+def test_delta_needs_a_link_between_processes() -> None:
+    with pytest.raises(ValueError, match="'naive' connects no processes"):
+        DeltaCheckpointEngine(link="naive")
+
+
+# --- disk ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_read_by_whoever_can_read_the_folder(tmp_path: Path) -> None:
+    weights = {f"layer.{index}": torch.randn(30, 40) for index in range(5)}
+
+    def body() -> None:
+        engine = DiskCheckpointEngine(folder=str(tmp_path), bucket_bytes=10_000, timeout=2.0, keep=2)
+        engine.prepare()
+        receiver = Receiver(engine.invitation("r0"))
+        for _ in range(3):
+            receiver.sync()
+            push(engine, ["r0"], weights)
+            receiver.result()
+        engine.close()
+
+    in_own_process(body)
+    assert len(snapshots(tmp_path)) == 2
+    assert sorted(path.suffix for path in newest_snapshot(tmp_path).iterdir()) == [".json"] * 2 + [".safetensors"] * 3
+    got = dict(read_snapshot(newest_snapshot(tmp_path)))
+    assert list(got) == list(weights)
+    assert all(torch.equal(got[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_snapshot_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
+    (tmp_path / "snapshot-00000001-x.part").mkdir()
+    (tmp_path / "snapshot-00000001-x.part" / "manifest.json").write_text("{}")
+    (tmp_path / "snapshot-00000000-x").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no complete snapshot"):
+        newest_snapshot(tmp_path)
+
+
+# --- libraries that are not there ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "module"), [("nixl", "nixl_cu12"), ("mooncake", "mooncake")])
+def test_a_missing_library_is_named_with_its_extra(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for loaded in [one for one in sys.modules if one.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"lightning_rlhf\[{name}\]"):
+        CheckpointEngineRegistry.new(name)
+
+
+# --- mooncake --------------------------------------------------------------------------------------------------------
+
+MOONCAKE = """
+    import os, sys, torch
+    sys.path.insert(0, {tests!r})
+    from support.receivers import Receiver, pack
+    from lightning_rlhf.weights import MooncakeCheckpointEngine, PeerError
+    engine = MooncakeCheckpointEngine(bucket_bytes=8192, timeout=5.0)
+    engine.prepare()
+    receiver, victim = Receiver(engine.invitation("r0")), Receiver(engine.invitation("dies"))
+    weights = {{"large": torch.randn(5000), "half": torch.randn(300).bfloat16(), "empty": torch.zeros(0, 3)}}
+    def push(names):
+        engine.init_process_group(engine.build_topology(trainer_world_size=1, receiver_ids=names))
+        engine.send_weights(iter(weights.items()))
+        engine.finalize()
+    for _ in range(3):
+        weights["large"] += 1
+        receiver.sync()
+        push(["r0"])
+        assert receiver.result() == {{name: pack(tensor) for name, tensor in weights.items()}}
+    receiver.sync()
+    victim.sync("receive")
+    try:
+        push(["r0", "dies"])
+    except PeerError as error:
+        assert error.peer == "dies", error
+        print("all right")
+    receiver.kill()
+    sys.stdout.flush()
+    os._exit(0)  # Mooncake's own threads take half a minute to end
+"""
+
+
+def test_mooncake_contents_three_rounds_and_a_death(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mooncake") is None:
+        pytest.skip("needs mooncake-transfer-engine-non-cuda")
+    # Mooncake is linked to a system library that NIXL's wheel has a copy of.
+    site = Path(torch.__file__).parents[1]
+    for copy in site.glob("nixl_cu12.libs/libibverbs-*"):
+        (tmp_path / "libibverbs.so.1").symlink_to(copy)
+    path = f"{tmp_path}:{site / 'nixl_cu12.libs'}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    program = textwrap.dedent(MOONCAKE.format(tests=str(Path(__file__).parents[1])))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "LD_LIBRARY_PATH": path, "MC_LOG_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.strip().endswith("all right"), done.stdout[-2000:] + done.stderr[-2000:]

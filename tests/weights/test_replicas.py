@@ -1,0 +1,271 @@
+"""The manager over replicas in other processes: its order, its receipt, and failures in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.fork import run_distributed
+from support.receivers import Forked
+from torch import Tensor
+
+from lightning_rlhf.contracts.rollout import RolloutEngine
+from lightning_rlhf.types import Experience, ModelOutputs
+from lightning_rlhf.weights import CheckpointEngineManager, PeerError, ShmCheckpointEngine
+from lightning_rlhf.weights.channel import join_hub
+from lightning_rlhf.weights.replica import ReplicaHub, serve_replica
+
+
+class TinyTrainer:
+    """What a sync calls of an engine; a token's log-prob is minus its weight."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.weights = {f"layer.{index}": torch.full((40, 40), float(index + 1)) for index in range(4)}
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.weights.items():
+            if dist.is_initialized():
+                dist.barrier()  # as a gather would, on every rank
+            yield name, tensor
+
+    def infer_batch(self, data: Experience, *, entropy: bool = False) -> ModelOutputs:
+        return ModelOutputs(log_probs=-self.weights["layer.0"][0, 0] * data.tokens)
+
+
+class TinyRollout(RolloutEngine):
+    """Notes what is asked of it; goes wrong where it is told."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.weights: dict[str, Tensor] = {}
+        self.events: list[str] = []
+        self.pushes = 0
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.events.append("load")
+        self.pushes += 1
+        assert self.weight_version is None  # out of service while its weights are mixed
+        for index, (name, tensor) in enumerate(named_tensors):
+            if self.pushes == 2 and index == 2 and self.fault == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.pushes == 2 and index == 2 and self.fault == "raise":
+                raise ValueError("no space on the device")
+            if self.pushes == 2 and self.fault == f"stale {name}":
+                continue
+            self.weights[name] = tensor.clone()
+
+    def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        self.events.append("read")
+        return {name: self.weights[name].bfloat16() for name in names}
+
+    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        self.events.append("score")
+        return [[0.0, *(-float(self.weights["layer.0"][0, 0]) * token for token in token_ids[0][1:])]]
+
+    def reset_prefix_cache(self) -> None:
+        self.events.append("reset")
+
+    def pause(self) -> None:
+        self.events.append("pause")
+        if self.fault == "pause" and self.pushes == 1:
+            raise RuntimeError("a request cannot be paused")
+
+    def abort(self) -> None:
+        self.events.append("abort")
+
+    def resume(self) -> None:
+        self.events.append("resume")
+
+    def release_kv_cache(self) -> None:
+        self.events.append("release")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self.events.append(f"wake {','.join(tags or ())}")
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a sync samples nothing")
+
+    sleep = shutdown = generate
+
+
+class Served(Forked):
+    """A replica in its own process; sends its events and weights when its trainer has gone."""
+
+    def __init__(self, hub: ReplicaHub, name: str, fault: str = "") -> None:
+        def work(pipe: Any) -> None:
+            rollout = TinyRollout(fault)
+            serve_replica(rollout, address=hub.address, token=hub.token, replica_id=name, timeout=5.0)
+            pipe.send((rollout.events, {key: float(value[0, 0]) for key, value in rollout.weights.items()}))
+
+        super().__init__(work)
+
+
+def new_manager(trainer: TinyTrainer, replicas: Any, **kwargs: Any) -> CheckpointEngineManager:
+    engine: Any = trainer
+    return CheckpointEngineManager(
+        engine=engine,
+        checkpoint_engine=ShmCheckpointEngine(bucket_bytes=8192, timeout=2.0),
+        replicas=replicas,
+        probe_token_ids=[3, 1, 2],
+        probe_tolerance=1e-3,
+        timeout=10.0,
+        **kwargs,
+    )
+
+
+def start(faults: dict[str, str]) -> tuple[ReplicaHub, list[Served], Any]:
+    hub = ReplicaHub()
+    served = [Served(hub, name, fault) for name, fault in faults.items()]
+    return hub, served, hub.replicas(list(faults), timeout=5.0)
+
+
+def in_own_process(body: Any) -> None:
+    run_distributed(body, 1, init_process_group=False, timeout=60.0)
+
+
+def test_the_protocol_in_its_order_on_two_replicas_in_two_pushes() -> None:
+    def body() -> None:
+        hub, served, replicas = start({"a": "", "b": ""})
+        trainer = TinyTrainer()
+        manager = new_manager(trainer, replicas, abort=True)
+        receipt = manager.update_weights(7)
+        assert (receipt.version, receipt.tensors_compared, receipt.probe_difference) == (7, 8, 0.0)
+        assert [one.weight_version for one in replicas] == [7, 7]
+        assert manager.ensure_fresh(7) is None
+        trainer.weights["layer.0"] += 1.0
+        assert manager.update_weights(8).unchanged is False
+        hub.close()
+        for one in served:
+            events, weights = one.result()
+            once = [
+                "abort",
+                "pause",
+                "release",
+                "wake weights",
+                "load",
+                "reset",
+                "read",
+                "wake kv_cache",
+                "resume",
+                "score",
+            ]
+            assert events == once * 2
+            assert weights == {"layer.0": 2.0, "layer.1": 2.0, "layer.2": 3.0, "layer.3": 4.0}
+
+    in_own_process(body)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "versions"),
+    [
+        ("die", r"phase '(receive|load)', peer 'b': is gone", [None, None]),
+        ("raise", r"peer 'b': the consumer gave up", [None, None]),
+        ("pause", r"phase 'pause', peer 'b': RuntimeError: a request cannot be paused", [0, 0]),
+    ],
+)
+def test_after_a_failure_a_replica_has_its_old_version_or_none(
+    fault: str, message: str, versions: list[int | None]
+) -> None:
+    def body() -> None:
+        _, _, replicas = start({"a": "", "b": fault})
+        trainer = TinyTrainer()
+        manager = new_manager(trainer, replicas)
+        manager.update_weights(0)
+        trainer.weights["layer.1"] += 1.0
+        begun = time.monotonic()
+        with pytest.raises(PeerError, match=message):
+            manager.update_weights(1)
+        assert time.monotonic() - begun < 8.0
+        assert [one.weight_version for one in replicas] == versions
+        manager.remove("b")  # the run may go on without it
+        assert manager.update_weights(1).tensors_compared == 4
+        assert replicas[0].weight_version == 1
+
+    in_own_process(body)
+
+
+def test_d04_a_stale_tensor_in_another_process_is_named() -> None:
+    def body() -> None:
+        _, _, replicas = start({"a": "", "b": "stale layer.2"})
+        trainer = TinyTrainer()
+        manager = new_manager(trainer, replicas)
+        manager.update_weights(0)
+        trainer.weights["layer.2"] += 1.0
+        with pytest.raises(RuntimeError, match=r"version 1: layer\.2 in the rollout engine \(b\) differs .* up to 1"):
+            manager.update_weights(1)
+        assert [one.weight_version for one in replicas] == [None, None]
+
+    in_own_process(body)
+
+
+def test_the_other_trainer_ranks_raise_too_and_hang_nowhere() -> None:
+    def rank() -> str:
+        trainer = TinyTrainer()
+        if dist.get_rank() == 0:
+            _, _, replicas = start({"a": "die"})
+            manager = new_manager(trainer, replicas)
+        else:
+            manager = new_manager(trainer, [])
+        manager.update_weights(0)
+        with pytest.raises(RuntimeError) as caught:
+            manager.update_weights(1)
+        dist.barrier()  # the group is whole: all ranks have left the same collectives
+        return str(caught.value)
+
+    first, second = run_distributed(rank, 2, timeout=60.0)
+    assert "peer 'a'" in first
+    assert "failed on another rank" in second
+
+
+def test_a_replica_joins_between_two_pushes() -> None:
+    def body() -> None:
+        hub, _, replicas = start({"a": ""})
+        manager = new_manager(TinyTrainer(), replicas)
+        manager.update_weights(0)
+        late = Served(hub, "late")
+        manager.add(hub.replicas(["late"])[0])
+        assert manager.ensure_fresh(0) is not None
+        assert [one.weight_version for one in manager.replicas] == [0, 0]
+        with pytest.raises(ValueError, match="'late' already"):
+            manager.add(manager.replicas[1])
+        hub.close()
+        assert late.result()[1]["layer.3"] == 4.0
+
+    in_own_process(body)
+
+
+def test_a_wrong_token_is_refused_and_the_hub_goes_on_listening() -> None:
+    def body() -> None:
+        hub = ReplicaHub()
+
+        def stranger(pipe: Any) -> None:
+            with pytest.raises(PeerError, match="refused: wrong token"):
+                join_hub(hub.address, token="guess", receiver_id="a", timeout=5.0)
+            pipe.send("refused")
+
+        intruder = Forked(stranger)
+        Served(hub, "a")
+        assert hub.replicas(["a"], timeout=5.0)[0].replica_id == "a"
+        assert intruder.result() == "refused"
+
+    in_own_process(body)
+
+
+def test_a_manager_needs_replicas_where_its_engine_sends_to() -> None:
+    engine: Any = TinyTrainer()
+    with pytest.raises(ValueError, match="carries weights to other processes: give replicas="):
+        CheckpointEngineManager(
+            engine=engine,
+            checkpoint_engine=ShmCheckpointEngine(),
+            rollout=TinyRollout(),
+            probe_token_ids=[1, 2],
+            probe_tolerance=1.0,
+        )
