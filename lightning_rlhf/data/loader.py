@@ -69,8 +69,8 @@ class PromptDataLoader(DataLoader[EncodedPrompt]):
             sampler=sampler,
             drop_last=True,
             collate_fn=collate_prompts,
-            # Its own generator: else every iter() would draw from the global one, and a resumed run, which calls
-            # iter() at other times, would see other random numbers than an unbroken run.
+            # Batches are made in __iter__ below, from a position that moves between them. Whoever iterates the base
+            # class all the same must not draw from the global generator: a resumed run would see other numbers.
             generator=torch.Generator(),
         )
         self.in_step = in_step

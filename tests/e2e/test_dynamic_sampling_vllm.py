@@ -1,4 +1,4 @@
-"""Dynamic sampling with the real vLLM: two ranks fill the step that one process fills, with the same tokens."""
+"""Dynamic sampling and greedy baselines with the real vLLM: two ranks fill the step that one process fills."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightning_rlhf.callbacks import DynamicSampling, VLLMRollout
 
 
 def _reward(prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-    """Every second prompt's rewards are all equal."""
+    """Every second prompt's rewards are all equal; the others' depend on the text alone."""
     even = [int(prompt.split("+")[0].strip(" <>abcdefghijklmnopqrstuvwxyz")) % 2 == 0 for prompt in prompts]
-    return [0.0 if flat else float(row % 4 == 0) for row, flat in enumerate(even)]
+    return [0.0 if flat else sum(map(ord, text)) / 1e3 for text, flat in zip(responses, even, strict=True)]
 
 
 def _fit(root: Path, model: Path, strategy: str, devices: int) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def _fit(root: Path, model: Path, strategy: str, devices: int) -> list[dict[str,
         dynamic_sampling=DynamicSampling(),
     )
     trainer = toy_trainer(root, callbacks=[recorder], rollout=rollout, strategy=strategy, devices=devices)
-    trainer.fit(toy_module(model, reward=_reward, max_rl_steps=2), toy_data())
+    trainer.fit(toy_module(model, reward=_reward, advantage="remax", max_rl_steps=2), toy_data())
     return recorder.steps
 
 
