@@ -146,15 +146,14 @@ class AllGatherAttention(PackedCoreAttention):
 class UlyssesAttention(PackedCoreAttention):
     """Ranks exchange tokens for heads, attend over whole sequences with a share of the heads, and exchange back.
 
-    Key-value heads that the ranks do not divide are repeated until they do.
+    Where ranks outnumber key-value heads, each of these goes to all the ranks that hold its queries.
     """
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         cp = self.group.size()
-        heads = query.shape[1]
-        if key.shape[1] % cp:
-            key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (key, value))
+        if key.shape[1] < cp:
+            key, value = (each.repeat_interleave(cp // each.shape[1], dim=1) for each in (key, value))
         order, back = (places.to(query.device) for places in natural_order(lengths, cp))
         whole = [self._to_heads(each)[order] for each in (query, key, value)]
         attended = self.attend_whole(whole[0], whole[1], whole[2], lengths)

@@ -172,6 +172,13 @@ def _check_attention(layout: MegatronLayout, shape: ModelShape) -> None:
             f"context_parallel_size {cp} ranks, which {cp} must divide. Use context_parallel_attention='ring' or "
             f"'allgather', or another size."
         )
+    kv_share = max(1, kv_heads // tp)
+    if layout.context_parallel_attention == "ulysses" and kv_share % cp and cp % kv_share:
+        raise ValueError(
+            f"Ulysses attention shares {kv_share} key-value heads a rank ({kv_heads} / tensor_parallel_size {tp}) "
+            f"among context_parallel_size {cp} ranks, which {cp} must divide or be a multiple of. Use "
+            f"context_parallel_attention='ring' or 'allgather', or another size."
+        )
 
 
 def _check_layers(layout: MegatronLayout, shape: ModelShape) -> None:

@@ -98,6 +98,12 @@ def test_zigzag_by_hand() -> None:
     assert to_zigzag[to_natural].tolist() == list(range(12))
 
 
+def test_zigzag_of_four_ranks_by_hand() -> None:
+    _, to_zigzag = natural_order((16,), 4)
+    ranks = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    assert to_zigzag.view(4, 4).tolist() == ranks
+
+
 class Largest(TorchDispatchMode):
     """Remembers the elements of the largest tensor that was made."""
 

@@ -133,7 +133,12 @@ def test_layers_for_multi_token_prediction_are_left_out_as_in_transformers() -> 
 def dtypes(family: str, layout: MegatronLayout, value_head: bool) -> dict[str, torch.dtype]:
     with choose_backend("cpu").active():
         chunks = build(family, layout, value_head=value_head, compute_dtype=torch.bfloat16)
-        return {name: t.dtype for name, t in export_parameters(chunks, hf_config=tiny(family).config)}
+        exported = {name: t.clone() for name, t in export_parameters(chunks, hf_config=tiny(family).config)}
+    expected = reference(family, value_head=value_head).weights
+    for name in exported:
+        if name.endswith(_FP32):
+            assert torch.equal(exported[name], expected[name]), name  # bit for bit: no detour over bf16
+    return {name: tensor.dtype for name, tensor in exported.items()}
 
 
 @pytest.mark.parametrize(("family", "value_head"), [("qwen3_moe", True), ("glm4_moe", False)])
