@@ -86,6 +86,7 @@ CHECKS = (
     Check(name="weights:mooncake", remedy="pip install 'lightning_rlhf[mooncake]', and Debian's libibverbs1"),
     Check(name="weights:kimi", remedy="pip install 'lightning_rlhf[kimi]'"),
     Check(name="weights:delta", remedy=_REINSTALL),
+    Check(name="weights:disk", remedy="make room where temporary files go, or set TMPDIR"),
 )
 _SAME_TRY = {"backend:torch": "smoke"}
 """The smoke step trains through the torch back end: one try tells of both."""

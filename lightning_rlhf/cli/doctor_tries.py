@@ -73,7 +73,13 @@ def checkpoint_engine(name: str) -> str:
     from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
 
     importlib.import_module("lightning_rlhf.weights")
-    sender = CheckpointEngineRegistry.new(name)
+    if name == "disk":
+        with tempfile.TemporaryDirectory(prefix="lightning_rlhf_doctor_") as folder:
+            return _carry(CheckpointEngineRegistry.new(name, folder=folder), name)
+    return _carry(CheckpointEngineRegistry.new(name), name)
+
+
+def _carry(sender: Any, name: str) -> str:
     sent = {
         "first": torch.arange(1000, dtype=torch.float32),
         "second": torch.full((3, 5), 0.5, dtype=torch.bfloat16),
