@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_rlhf.cli import main
-from lightning_rlhf.engines.megatron import data_parallel, engine, model, packed
+from lightning_rlhf.engines.megatron import data_parallel, engine_model, model, packed
 from lightning_rlhf.engines.megatron import heads as megatron_heads
 from lightning_rlhf.parity.run import TOLERANCE
 
@@ -75,7 +75,7 @@ def test_negative_control_a_norm_weight_without_its_mark(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C01: under sequence parallelism each rank's part of a norm's gradient is of its own tokens."""
-    build = engine.build_model
+    build = engine_model.build_model
 
     def unmarked(*args: Any, **kwargs: Any) -> Any:
         chunks = build(*args, **kwargs)
@@ -84,7 +84,7 @@ def test_negative_control_a_norm_weight_without_its_mark(
                 parameter.sequence_parallel = False  # type: ignore[attr-defined]
         return chunks
 
-    monkeypatch.setattr(engine, "build_model", unmarked)
+    monkeypatch.setattr(engine_model, "build_model", unmarked)
     differences, first = _caught(capfd, "tp=2,sp=1")
     assert differences["log_probs"] <= TOLERANCE
     assert "norm.weight" in first
@@ -151,7 +151,7 @@ def test_negative_control_gradients_that_data_parallel_ranks_keep(
             monkeypatch.setattr(chunk, "finish_grad_sync", own_alone)
         return wrapped
 
-    monkeypatch.setattr(engine, "wrap", unsynced)
+    monkeypatch.setattr(engine_model, "wrap", unsynced)
     differences, _ = _caught(capfd, "dp=2")
     assert differences["log_probs"] <= TOLERANCE
     assert differences["grads"] > 1e-2
