@@ -158,16 +158,20 @@ class ReplicaPool:
         try:
             await self._load(replica.client)
             await replica.client.set_version(self.version)
-        except (ReplicaLostError, RuntimeError, ValueError) as error:
+        except ReplicaLostError:
+            return False  # the next look tells what became of it
+        except (RuntimeError, ValueError) as error:
             await self._set(replica, "down", f"it could not load the current weights: {error}")
             return False
         return True
 
     async def _unreachable(self, replica: Replica, why: str) -> None:
-        if replica.state == "starting":
-            if asyncio.get_running_loop().time() - replica.started < self._start_seconds:
+        now = asyncio.get_running_loop().time()
+        if replica.state in ("starting", "down"):
+            if now - replica.started < self._start_seconds:
                 return
             why = f"it did not answer within {self._start_seconds:g} s of its start: {why}"
+        replica.started = now
         await self._set(replica, "down", why)
         if self._fleet is not None:
             self._fleet.kill(replica.index)  # what hangs cannot be helped; `exited` follows
@@ -188,7 +192,8 @@ class ReplicaPool:
 
     async def _set(self, replica: Replica, state: State, note: str) -> None:
         async with self._changed:
-            replica.state, replica.note = state, note
+            if replica.state != "dead":  # a look that began before its end
+                replica.state, replica.note = state, note
             self._changed.notify_all()
 
     # --- requests ----------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def generate_in_background(engine: ServedRolloutEngine, sampling: SamplingConfig
     thread.start()
 
     def result() -> Any:
-        thread.join(timeout=90)
+        thread.join(timeout=60)
         assert not thread.is_alive(), "generation hangs"
         return box["result"]
 
@@ -247,3 +247,50 @@ def test_abort_keeps_what_there_is(engine: ServedRolloutEngine) -> None:
     assert int(rollouts.response_lengths.max()) < 180
     assert largest_difference(model, rollouts) < 1e-5
     engine.generate(PROMPTS, SAMPLING, rl_step=4)
+
+
+def test_a_replica_that_hangs_when_weights_come_is_replaced_and_the_push_goes_on(engine: ServedRolloutEngine) -> None:
+    assert engine._fleet is not None
+    fresh(engine, seed=2, version=2)
+    client = engine.pool.replicas[1].client
+    client.answer_seconds, client.stall_seconds, client.load_seconds = 2.0, 2.0, 4.0
+    victim = engine._fleet.pids[1]
+    os.kill(victim, signal.SIGSTOP)
+    start = time.monotonic()
+    model = fresh(engine, seed=6, version=6)
+    assert time.monotonic() - start < 40
+    assert largest_difference(model, engine.generate(PROMPTS, SAMPLING, rl_step=0)) < 1e-5
+    client.answer_seconds, client.stall_seconds, client.load_seconds = 20.0, 120.0, 600.0
+    within(60, lambda: engine.pool.replicas[1].state == "up" and engine._fleet.pids.get(1) not in (None, victim))
+    ids = [5, 6, 7, 8]
+    scores = engine._wait(engine.score_by(client, [ids]))[0]
+    assert scores == pytest.approx(naive_log_probs(model, ids), abs=1e-5)
+
+
+def test_a_push_that_no_replica_can_load_leaves_them_out_of_service(engine: ServedRolloutEngine) -> None:
+    model = fresh(engine, seed=2, version=2)
+    engine.pause()
+    engine.weight_version = None
+    tensors = [(name, tensor) for name, tensor in model.state_dict().items() if "q_proj" not in name]
+    with pytest.raises(RuntimeError, match="q_proj"):
+        engine.load_weights(iter(tensors))
+    with pytest.raises(RuntimeError, match="no valid weights"):
+        engine.generate(PROMPTS, SAMPLING, rl_step=0)
+    again = fresh(engine, seed=3, version=3)
+    assert largest_difference(again, engine.generate(PROMPTS, SAMPLING, rl_step=0)) < 1e-5
+
+
+def test_when_every_replica_dies_too_often_the_run_stops_and_says_so(engine: ServedRolloutEngine) -> None:
+    """The last test: the replicas stay dead."""
+    assert engine._fleet is not None
+    fresh(engine, seed=2, version=2)
+    engine.pool._max_deaths = 0
+    start = tokens_generated(engine)
+    result = generate_in_background(engine, LONG, rl_step=6)
+    within(20, lambda: tokens_generated(engine) > start + 100)
+    for pid in list(engine._fleet.pids.values()):
+        os.kill(pid, signal.SIGKILL)
+    error = result()
+    assert isinstance(error, RuntimeError)
+    assert "No replica is left" in str(error)
+    assert "killed by SIGKILL" in str(error)
