@@ -31,7 +31,7 @@ def test_h04_a_hanging_reward_does_not_stall_the_step_and_h01_its_rows_do_not_tr
     tmp_path: Path, tiny_directory: Path
 ) -> None:
     """Four rows of one prompt hang in the first step; the run equals one in which a reward has no verdict on them."""
-    hanging = TimeLimited(hangs_on_prompt, seconds=1.0, workers=16)
+    hanging = TimeLimited(hangs_on_prompt, seconds=3.0, workers=16)
     hanging.start()
     begun = time.monotonic()
     metrics, parameters = fit(tmp_path, tiny_directory, hanging)

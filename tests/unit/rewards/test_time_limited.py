@@ -32,7 +32,7 @@ def alive(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def limited() -> Iterator[TimeLimited]:
     """One helper process for all tests: it takes seconds to start."""
-    reward = TimeLimited(spends, seconds=1.0, cpu_seconds=1, memory_bytes=200 << 20)
+    reward = TimeLimited(spends, seconds=2.0, cpu_seconds=1, memory_bytes=200 << 20)
     reward.start()
     yield reward
     reward.close()
@@ -40,16 +40,16 @@ def limited() -> Iterator[TimeLimited]:
 
 @pytest.mark.parametrize("where", ["process", "thread"])
 def test_h04_one_slow_and_one_failing_call_do_not_stop_the_run(where: Where) -> None:
-    reward = TimeLimited(eight_answers, seconds=1.0, where=where)
+    reward = TimeLimited(eight_answers, seconds=2.0, where=where)
     reward.start()
     begun = time.monotonic()
     scores = score(reward, [""] * 8, [str(k) for k in range(8)], [{}] * 8)
-    assert time.monotonic() - begun < 4.0  # on an idle machine 1.1
+    assert time.monotonic() - begun < 10.0  # on an idle machine 2.1
     assert scores.rewards.isnan().tolist() == [k in (3, 5) for k in range(8)]
     assert scores.rewards[[0, 1, 2, 4, 6, 7]].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
     assert scores.num_failed == 2
     assert scores.failures == {"eight_answers": 2}
-    assert scores.errors[0].startswith("row 3, eight_answers: over its limit of 1 s")
+    assert scores.errors[0].startswith("row 3, eight_answers: over its limit of 2 s")
     assert scores.errors[1] == "row 5, eight_answers: ZeroDivisionError: answer 5"
     assert of(reward, ["7", "5", "2"]) == [1.0, Failure("ZeroDivisionError: answer 5"), 0.0]
     reward.close()
@@ -160,7 +160,7 @@ def test_a_reward_that_cannot_be_loaded_ends_the_run() -> None:
 
 def test_it_travels_to_other_processes_without_its_helper(limited: TimeLimited) -> None:
     copied = pickle.loads(pickle.dumps(limited))
-    assert (copied.reward, copied.seconds, copied.cpu_seconds) == (spends, 1.0, 1)
+    assert (copied.reward, copied.seconds, copied.cpu_seconds) == (spends, 2.0, 1)
     assert copied.__name__ == limited.__name__ == "spends"
 
 
