@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -158,7 +161,7 @@ def generate_in_background(engine: ServedRolloutEngine, sampling: SamplingConfig
     thread.start()
 
     def result() -> Any:
-        thread.join(timeout=60)
+        thread.join(timeout=90)
         assert not thread.is_alive(), "generation hangs"
         return box["result"]
 
@@ -278,6 +281,78 @@ def test_a_push_that_no_replica_can_load_leaves_them_out_of_service(engine: Serv
         engine.generate(PROMPTS, SAMPLING, rl_step=0)
     again = fresh(engine, seed=3, version=3)
     assert largest_difference(again, engine.generate(PROMPTS, SAMPLING, rl_step=0)) < 1e-5
+
+
+def serve_by_hand(model_path: Path, port: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "lightning_rlhf.rollout.serve", str(model_path), "--port", str(port)]
+    command += ["--max-model-len", "256", "--kv-cache-bytes", str(32 << 20), "--max-num-seqs", "32", "--threads", "1"]
+    return subprocess.Popen(command, env={**os.environ, "LIGHTNING_RLHF_REPLICA_TOKEN": "a secret"})
+
+
+def test_a_replica_given_by_url_gets_the_current_weights_when_somebody_starts_it_again(model_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = serve_by_hand(model_path, port)
+    served = None
+    try:
+        url = f"http://127.0.0.1:{port}"
+        settings = {"start_seconds": 90.0}
+        served = ServedRolloutEngine(
+            model_path, max_model_len=256, urls=[url], token="a secret", pool_settings=settings
+        )
+        model = fresh(served, seed=1, version=1)
+        expected = served.generate(PROMPTS, SAMPLING, rl_step=0)
+        assert largest_difference(model, expected) < 1e-5
+        server.kill()
+        server.wait(10)
+        result = generate_in_background(served, SAMPLING, rl_step=0)
+        server = serve_by_hand(model_path, port)
+        assert result().tokens.tolist() == expected.tokens.tolist()
+    finally:
+        if served is not None:
+            served.shutdown()
+        server.kill()
+        server.wait(10)
+
+
+TRAINER = """
+import sys, time
+from lightning_rlhf.rollout.replica_process import ReplicaConfig
+from lightning_rlhf.rollout.served import ServedRolloutEngine
+from support.tiny import tiny_model
+
+config = ReplicaConfig(model=sys.argv[1], max_model_len=64, kv_cache_bytes=1 << 24, num_threads=1)
+engine = ServedRolloutEngine(sys.argv[1], max_model_len=64, fleet_configs=[config])
+engine.load_weights(iter(tiny_model(tied=True).state_dict().items()))
+print(engine._fleet._host.pid, engine._fleet.pids[0], engine._snapshots.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_trainer_leaves_no_process_and_no_weights_behind(model_path: Path) -> None:
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(model_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    try:
+        assert trainer.stdout is not None
+        host, replica, folder = trainer.stdout.readline().decode().split()
+        assert list(Path(folder).glob("*/*.safetensors"))
+    finally:
+        trainer.kill()
+        trainer.wait(10)
+        trainer.stdout.close()  # type: ignore[union-attr]
+    within(20, lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and running(int(pid)) for pid in (host, replica)))
+    within(5, lambda: not Path(folder).exists())
+
+
+def running(pid: int) -> bool:
+    """Whether the process is there and no zombie, which an orphan's new parent may not have collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_when_every_replica_dies_too_often_the_run_stops_and_says_so(engine: ServedRolloutEngine) -> None:

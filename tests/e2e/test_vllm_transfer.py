@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +21,18 @@ from support.rollout import naive_log_probs, perturb
 from support.tiny import tiny_model, write_tiny_model
 from torch import Tensor
 
+from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
 from lightning_rlhf.rollout.vllm_process import fenced_process, import_vllm
-from lightning_rlhf.rollout.vllm_transfer import BACKEND, SNAPSHOT, WORKER_EXTENSION, register, update_info
+from lightning_rlhf.rollout.vllm_transfer import (
+    BACKEND,
+    INVITATION,
+    SNAPSHOT,
+    WORKER_EXTENSION,
+    register,
+    update_info,
+)
 from lightning_rlhf.rollout.weight_snapshot import MANIFEST, WeightSnapshot, read_snapshot
+from lightning_rlhf.weights import ShmCheckpointEngine  # noqa: F401 (registers the engines)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -176,6 +186,36 @@ def test_d04_log_probs_follow_two_pushes(tmp_path: Path, layout: Callable[..., A
     for new, old, _ in found:
         assert new < 1e-5
         assert old > 1e-2, "the weights hardly move: this test shows nothing"
+
+
+def test_d04_each_tensor_parallel_worker_receives_from_a_checkpoint_engine(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "model", seed=7)
+
+    def run() -> list[float]:
+        register()
+        model = tiny_model().eval()
+        carrier = CheckpointEngineRegistry.new("shm", bucket_bytes=40_000)
+        receivers = ("worker-0", "worker-1")
+
+        def send() -> None:
+            carrier.init_process_group(carrier.build_topology(trainer_world_size=1, receiver_ids=receivers))
+            carrier.send_weights(iter(named_tensors(model)))
+
+        def pushes() -> Iterator[list[dict[str, Any]]]:
+            for seed in range(2):
+                perturb(model, seed=seed, scale=0.3)
+                carrier.prepare()
+                sender = threading.Thread(target=send)
+                sender.start()
+                yield [update_info(INVITATION, **carrier.invitation(name).to_json()) for name in receivers]
+                sender.join()
+                carrier.finalize()
+
+        return [difference(model, ids, log_probs) for ids, log_probs, _ in tp2(path, pushes())]  # type: ignore[arg-type]
+
+    found = run_distributed(run, 1, init_process_group=False, timeout=120)[0]
+    assert len(found) == 2
+    assert max(found) < 1e-5
 
 
 def test_a_snapshot_that_was_cut_off_is_refused(tmp_path: Path) -> None:
