@@ -49,7 +49,7 @@ class DiskCheckpointEngine(ConnectedCheckpointEngine):
         super().__init__(**kwargs)
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the newest snapshot stays.")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # receivers may run elsewhere in the tree
         self.keep = keep
         self._numbers = itertools.count()
         self._session = secrets.token_hex(4)
