@@ -93,7 +93,8 @@ class MegatronModel(BaseEngine):
             )
             load_parameters(chunks, source, hf_config=hf_config)
             self._prepare(chunks)
-        self.module = nn.ModuleList(self.chunks).train(self.config.optimizer is not None)
+        # without megatron's wrappers, so that a trained and a frozen engine call their parameters alike
+        self.module = nn.ModuleList(self.bare_chunks).train(self.config.optimizer is not None)
 
     def _prepare(self, chunks: list[nn.Module]) -> None:
         for chunk in chunks:
