@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
 
 from lightning_rlhf.engines.megatron.load import SafetensorsSource, StateDictSource, WeightSource
 
@@ -41,6 +40,8 @@ def hf_config_of(model: str | Path | nn.Module) -> Any:
     Raises:
         ValueError: for a module that is not of transformers.
     """
+    from transformers import AutoConfig, PreTrainedModel  # seconds, also for a command that only checks a strategy
+
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"The megatron back end builds models itself, cut over ranks, from a Hugging Face configuration: it cannot "

@@ -48,9 +48,8 @@ CASES = {
     "g01 another strategy's": (
         ["strategy.tensor_parallel_size=2"],
         (
-            "strategy.tensor_parallel_size: unknown; known there: strategy._target_, strategy.dp_replicate_size, "
-            "strategy.dp_shard_size, strategy.process_group_backend, strategy.reshard_after_forward, "
-            "strategy.share_prompts, strategy.timeout_seconds."
+            "strategy.tensor_parallel_size: unknown to lightning_rlhf.strategies.FSDP2RLStrategy; it belongs to "
+            "strategy=megatron_rl."
         ),
     ),
     "g01 another option's": (
