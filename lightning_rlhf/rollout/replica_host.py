@@ -19,13 +19,17 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from lightning_rlhf.rollout.replica_process import ReplicaConfig, prepare_process, serve
+from lightning_rlhf.rollout.shared_memory_traces import remove, shared_by_group
 
 POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+GRACE_SECONDS = 5.0
 
 
 class ReplicaHost:
@@ -41,6 +45,8 @@ class ReplicaHost:
         self._token = ""
         self._sockets: list[int] = []
         self._folder = ""
+        self._shared: dict[int, set[str]] = {}
+        self._looked = 0.0
 
     def run(self) -> None:
         """Obeys until stdin ends."""
@@ -49,6 +55,7 @@ class ReplicaHost:
         pending = b""
         while True:
             self._note_exits()
+            self._note_shared()
             if not select.select([0], [], [], POLL_SECONDS)[0]:
                 continue
             data = os.read(0, 1 << 16)
@@ -57,8 +64,7 @@ class ReplicaHost:
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 self._obey(json.loads(line))
-        for index in list(self._pids):
-            self._kill(index)
+        self._end_all()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -82,6 +88,8 @@ class ReplicaHost:
         if pid == 0:
             self._be_replica(parent, index, config)
         self._pids[index] = pid
+        if config.tensor_parallel_size > 1:
+            self._shared[index] = set()
         self._tell({"started": index, "pid": pid})
 
     def _be_replica(self, parent: int, index: int, config: ReplicaConfig) -> NoReturn:
@@ -106,6 +114,25 @@ class ReplicaHost:
             with suppress(ProcessLookupError):  # before its own group existed
                 os.kill(self._pids[index], signal.SIGKILL)
 
+    def _end_all(self) -> None:
+        """Lets replicas end vLLM, which removes what it shares with its workers; kills those that take too long."""
+        for pid in self._pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        end = time.monotonic() + GRACE_SECONDS
+        while self._pids and time.monotonic() < end:
+            self._note_exits()
+            time.sleep(0.02)
+        for index in list(self._pids):
+            self._kill(index)
+
+    def _note_shared(self) -> None:
+        """Remembers the memory that workers share, as long as they can be asked."""
+        if self._shared and time.monotonic() - self._looked > LOOK_SECONDS:
+            self._looked = time.monotonic()
+            for index, names in self._shared.items():
+                names |= shared_by_group(self._pids[index])
+
     def _note_exits(self) -> None:
         for index, pid in list(self._pids.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -113,6 +140,7 @@ class ReplicaHost:
                 del self._pids[index]
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # workers that it has left behind
+                remove(self._shared.pop(index, set()))
                 self._tell({"exited": index, "pid": pid, "status": status})
 
 

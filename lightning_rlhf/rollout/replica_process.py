@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import threading
@@ -107,7 +108,7 @@ def _fork_workers(platform: Any) -> None:
 
 
 def serve(config: ReplicaConfig, listener: socket.socket, *, token: str) -> None:
-    """Serves until the engine dies, which ends the process with status 1, or the process is ended.
+    """Serves until the engine dies, which ends the process with status 1, or until SIGTERM, after which vLLM is ended.
 
     The port answers only once vLLM is built.
     """
@@ -129,13 +130,13 @@ def serve(config: ReplicaConfig, listener: socket.socket, *, token: str) -> None
     engine = ReplicaEngine(lambda: build_llm_engine(config.arguments()), on_death=on_death)
     engine.ready.result()
     asyncio.run(_serve(ReplicaServer(engine, token=token), listener))
+    engine.stop()
 
 
 async def _serve(server: ReplicaServer, listener: socket.socket) -> None:
     runner = web.AppRunner(server.application(), access_log=None)
     await runner.setup()
     await web.SockSite(runner, listener).start()
-    try:
-        await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    await ended.wait()

@@ -23,6 +23,7 @@ from support.tiny import tiny_model, write_tiny_model
 from lightning_rlhf.contracts.rollout import SamplingConfig
 from lightning_rlhf.rollout.replica_process import ReplicaConfig
 from lightning_rlhf.rollout.served import ServedRolloutEngine
+from lightning_rlhf.rollout.shared_memory_traces import shared_by_group
 from lightning_rlhf.types import Rollouts
 
 if TYPE_CHECKING:
@@ -283,6 +284,36 @@ def test_a_push_that_no_replica_can_load_leaves_them_out_of_service(engine: Serv
     assert largest_difference(again, engine.generate(PROMPTS, SAMPLING, rl_step=0)) < 1e-5
 
 
+def test_tensor_parallel_workers_of_a_replica(model_path: Path) -> None:
+    served = ServedRolloutEngine(
+        model_path, max_model_len=256, fleet_configs=[config(model_path, tensor_parallel_size=2)]
+    )
+    try:
+        for version in range(2):
+            model = fresh(served, seed=version, version=version)
+            rollouts = served.generate(PROMPTS, SAMPLING, rl_step=version)
+            assert largest_difference(model, rollouts) < 1e-5
+        assert served.pool.replicas[0].workers == 2
+        held = served.read_weights(["model.norm.weight", "model.embed_tokens.weight"])
+        assert torch.equal(held["model.norm.weight"], model.state_dict()["model.norm.weight"])
+        assert len(held) == 1, "a share of the embedding is not the embedding"
+        assert served._fleet is not None
+        group = served._fleet.pids[0]
+        shared = shared_by_group(group)
+        assert {name.partition("_")[0] for name in shared} == {"psm", "vllm"}
+        time.sleep(1.5)  # the host looks each second
+        os.killpg(group, signal.SIGKILL)
+        within(20, lambda: not any((Path("/dev/shm") / name).exists() for name in shared))
+        rollouts = served.generate(PROMPTS, SAMPLING, rl_step=1)
+        assert largest_difference(model, rollouts) < 1e-5
+        shared = shared_by_group(served._fleet.pids[0])
+        time.sleep(1.5)
+    finally:
+        served.shutdown()
+    assert shared
+    assert not any((Path("/dev/shm") / name).exists() for name in shared)
+
+
 def serve_by_hand(model_path: Path, port: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "lightning_rlhf.rollout.serve", str(model_path), "--port", str(port)]
     command += ["--max-model-len", "256", "--kv-cache-bytes", str(32 << 20), "--max-num-seqs", "32", "--threads", "1"]
@@ -320,6 +351,7 @@ TRAINER = """
 import sys, time
 from lightning_rlhf.rollout.replica_process import ReplicaConfig
 from lightning_rlhf.rollout.served import ServedRolloutEngine
+from lightning_rlhf.rollout.shared_memory_traces import shared_by_group
 from support.tiny import tiny_model
 
 config = ReplicaConfig(model=sys.argv[1], max_model_len=64, kv_cache_bytes=1 << 24, num_threads=1)
