@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.experience import make_experience, policy_gradient
 from support.fork import DistributedError, run_distributed
+from support.megatron_imports import megatron_is_imported  # noqa: F401
 from support.tiny import tiny_model
 from torch import Tensor, nn
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.megatron_imports import megatron_is_imported  # noqa: F401
 from torch import Tensor
 
 from lightning_rlhf.cli import main

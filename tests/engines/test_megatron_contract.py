@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fork import run_distributed
+from support.megatron_imports import megatron_is_imported  # noqa: F401
 
 from engines.contract import Subject, all_checks
 from lightning_rlhf.contracts.engine import EngineRegistry

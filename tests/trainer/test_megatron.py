@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fork import DistributedError, run_distributed
+from support.megatron_imports import megatron_is_imported  # noqa: F401
 from support.replay import ReplayRollout, RolloutRecorder, joined, samples_of
 from support.toy import Recorder, parameters_of, toy_data, toy_module, toy_ppo, toy_trainer
 
