@@ -239,7 +239,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
     ("saved", "loaded", "message"),
     [
         ({"data_parallel": DISTRIBUTED}, {}, "saved with distributed_optimizer=True, this run has False"),
-        ({}, {"optimizer": partial(torch.optim.SGD, lr=0.1)}, "is of AdamW, this run has SGD"),
+        ({}, {"optimizer": partial(torch.optim.SGD, lr=0.1)}, "is of AdamW, this run trains by SGD"),
         ({"optimizer": None}, {}, "has no optimizer, this optimizer has 1 group"),
     ],
 )
