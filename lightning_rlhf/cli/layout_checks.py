@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import ListConfig
-from transformers import AutoConfig
+from transformers import PretrainedConfig
 
+from lightning_rlhf.cli.architectures import model_config
 from lightning_rlhf.engines.megatron.layout import MegatronLayout, check_layout, check_world
 from lightning_rlhf.strategies.mesh import resolve_sizes
 
@@ -74,28 +75,45 @@ def layout_problems(values: Mapping[str, Any], model: str) -> list[str]:
 
     Args:
         values: as for ``world_size``.
-        model: a directory or id; only a directory's ``config.json`` is read.
+        model: a directory or id, whose configuration is read where it can be had without a network.
     """
     processes = world_size(values)
     if processes is None:
         return []  # the strategy checks the same once it knows
-    file = Path(model) / "config.json"
     try:
         sizes = mesh_sizes(values, processes)
-        if f"{_PREFIX}tensor_parallel_size" in values and file.is_file():
-            check_layout(_megatron_layout(values), AutoConfig.from_pretrained(model).get_text_config(), processes)
+        if f"{_PREFIX}tensor_parallel_size" in values:
+            config = _text_config(model)
+            if config is not None:
+                check_layout(_megatron_layout(values), config, processes)
     except ValueError as error:
         return [f"strategy: {error}"]
-    return _head_problems(sizes.get("sp", 1), file)
+    return [] if sizes.get("sp", 1) == 1 else _head_problems(sizes["sp"], model)
 
 
-def _head_problems(sp_size: int, file: Path) -> list[str]:
-    if sp_size == 1 or not file.is_file():
-        return []
+def _text_config(model: str) -> PretrainedConfig | None:
+    """Of the language model; None where it cannot be had here, and the run itself checks."""
+    try:
+        return model_config(model).get_text_config()
+    except (OSError, ValueError):
+        return None
+
+
+def _numbers(model: str) -> dict[str, Any]:
+    """What the configuration says, also of a kind of model that transformers does not know."""
+    file = Path(model) / "config.json"
+    if file.is_file():
+        numbers: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        text: dict[str, Any] = numbers.get("text_config", numbers)
+        return text
+    config = _text_config(model)
+    return {} if config is None else config.to_dict()
+
+
+def _head_problems(sp_size: int, model: str) -> list[str]:
     from lightning_rlhf.engines.sequence_parallel import check_heads
 
-    numbers = json.loads(file.read_text(encoding="utf-8"))
-    numbers = numbers.get("text_config", numbers)
+    numbers = _numbers(model)
     num_heads = numbers.get("num_attention_heads")
     if not isinstance(num_heads, int):
         return []

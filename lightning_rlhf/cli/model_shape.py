@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from lightning_rlhf.cli.architectures import model_config
 from lightning_rlhf.cli.estimate import ModelShape
 
 
@@ -15,14 +16,13 @@ def read_model_shape(path: str | Path) -> ModelShape:
     """Builds the model without memory for its weights (on the meta device) and counts.
 
     Args:
-        path: a directory with a ``config.json``, or the id of a model whose configuration is cached on this machine;
-            nothing is fetched.
+        path: as of ``model_config``; nothing is fetched.
 
     Raises:
         ValueError: if there is no such configuration, or it is not of a causal language model.
     """
     try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        config = model_config(path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError) as error:

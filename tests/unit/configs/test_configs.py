@@ -19,6 +19,7 @@ from lightning_rlhf.cli.show_config import compose_run, flatten
 from lightning_rlhf.cli.validate import Inspection, validate
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules import GRPO, PPO
+from lightning_rlhf.strategies import MegatronRLStrategy
 
 SNAPSHOT = Path(__file__).with_name("default.yaml")
 CONFIGS = Path(str(files("lightning_rlhf.configs")))
@@ -31,7 +32,11 @@ NEEDS = {
     ("reward", "remote"): ["reward.url=http://localhost:1/score"],
     ("strategy", "megatron_rl"): ["trainer.devices=2"],
     ("strategy", "ulysses_rl"): ["trainer.devices=2"],
+    # Trainer refuses an accelerator that the machine lacks
+    ("trainer", "gpu"): ["trainer.accelerator=cpu"],
 }
+RECIPES = [option for group, option in OPTIONS if group == "experiment" and "-qwen3_" in option]
+"""For real models, which are not here."""
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +52,24 @@ def composed(folder: Path, *overrides: str) -> DictConfig:
     return compose_run([f"model.path={folder / 'model'}", f"run_dir={folder / 'run'}", *overrides])
 
 
+def recipe(name: str, folder: Path, *overrides: str) -> list[str]:
+    return [
+        f"experiment={name}",
+        f"data.source.path={folder / 'prompts.jsonl'}",
+        f"run_dir={folder / 'run'}",
+        *overrides,
+    ]
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_file_composes_and_instantiates(
     group: str, option: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs = [need.format(folder=folder) for need in NEEDS.get((group, option), [])]
-    cfg = composed(folder, f"{group}={option}", *needs)
+    if option in RECIPES:
+        cfg = compose_run(recipe(option, folder, "trainer.accelerator=cpu"))
+    else:
+        cfg = composed(folder, f"{group}={option}", *needs)
     validate(cfg)
     assert isinstance(build("data", cfg), PromptDataModule)
     module = build("algorithm", cfg)
@@ -61,12 +78,16 @@ def test_every_file_composes_and_instantiates(
     assert optimizer is not None
     assert isinstance(optimizer([torch.nn.Parameter(torch.zeros(1))]), torch.optim.Optimizer)
     # started by torchrun, Trainer takes any number of processes without starting them
-    for name, value in {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": cfg.trainer.devices}.items():
+    for name, value in {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": _processes(cfg)}.items():
         monkeypatch.setenv(name, str(value))
     trainer = build_trainer(cfg)
     assert isinstance(trainer, pl.Trainer)
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
     assert {cfg.rollout["_target_"].rpartition(".")[2], "WeightSync", "RLCheckpoint", "RunReport"} <= set(names)
+
+
+def _processes(cfg: DictConfig) -> int:
+    return int(cfg.trainer.devices) * int(cfg.trainer.get("num_nodes", 1))
 
 
 def test_no_omegaconf_object_reaches_a_part(folder: Path) -> None:
@@ -124,23 +145,35 @@ def test_the_seed_reaches_all_that_is_random(folder: Path) -> None:
 @pytest.mark.parametrize("file", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
 def test_an_experiments_name_says_what_it_runs(file: Path, folder: Path) -> None:
     match = re.fullmatch(
-        r"(?P<algorithm>\w+)-(?P<model>[\w.]+)-(?P<nodes>\d+)n(?P<ranks>\d+)r-(?P<strategy>\w+)", file.stem
+        r"(?P<algorithm>\w+)-(?P<model>[\w.]+)-(?P<nodes>\d+)n(?P<ranks>\d+)r-"
+        r"(?P<strategy>auto|[a-z0-9]+_rl)(?P<sizes>(_[a-z]+\d+)*)",
+        file.stem,
     )
-    assert match, "experiments are named <algorithm>-<model>-<nodes>n<ranks>r-<strategy>.yaml"
+    assert match, "experiments are named <algorithm>-<model>-<nodes>n<ranks>r-<strategy>[_<axis><size>...].yaml"
     cfg = compose_run([f"experiment={file.stem}"])
     values = Inspection(cfg).values
     assert cfg.name == file.stem
     assert cfg.run_dir == f"outputs/{file.stem}"
     assert values["trainer.num_nodes"] == int(match["nodes"])
     assert values["trainer.num_nodes"] * values["trainer.devices"] == int(match["ranks"]) * int(match["nodes"])
-    chosen = [
-        part["override /algorithm"]
-        for part in yaml.safe_load(file.read_text())["defaults"]
-        if "override /algorithm" in part
-    ]
-    assert (chosen or ["grpo"]) == [match["algorithm"]]
+    assert chosen_algorithm(file) == match["algorithm"]
     strategy = cfg.strategy if isinstance(cfg.strategy, str) else cfg.strategy["_target_"].rpartition(".")[2]
     assert strategy.lower().startswith(match["strategy"].replace("_", ""))
+    axes = MegatronRLStrategy.axis_arguments()
+    for axis, size in re.findall(r"_([a-z]+)(\d+)", match["sizes"]):
+        assert values[f"strategy.{axes[axis]}"] == int(size)
+
+
+def chosen_algorithm(file: Path) -> str:
+    """The experiment's own choice, else that of the experiment that it goes out from, else the default."""
+    parts = yaml.safe_load(file.read_text())["defaults"]
+    for part in parts:
+        if isinstance(part, dict) and "override /algorithm" in part:
+            return str(part["override /algorithm"])
+    for part in parts:
+        if isinstance(part, str) and part != "_self_":
+            return chosen_algorithm(file.with_name(f"{part}.yaml"))
+    return "grpo"
 
 
 def test_the_default_configuration_is_the_committed_one() -> None:
