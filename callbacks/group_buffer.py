@@ -103,10 +103,11 @@ class GroupBuffer:
 
 
 def _make_rows(capacity: int) -> tuple[Any, Any]:
-    logging.getLogger("torchrl").setLevel(logging.WARNING)
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, ReplayBuffer
     from torchrl.data.replay_buffers.samplers import Sampler
+
+    logging.getLogger("torchrl").setLevel(logging.WARNING)  # it tells of each storage that it makes
 
     class OldestFirst(Sampler):  # type: ignore[misc]
         """Rows of groups begun before ``older_first``, then the others; each by arrival."""

@@ -133,7 +133,7 @@ class VersionCheck(RLCallback):
 
 
 def _fit_ahead(
-    root: Path, model: Path, arguments: dict[str, Any], every: Any, steps: int, ckpt_path: str | None
+    root: Path, model: Path, arguments: dict[str, Any], every: Any, steps: int, ckpt_path: str | None, devices: int = 1
 ) -> dict[str, Any]:
     recorder, check = Recorder(), VersionCheck(model)
     rollout = VLLMRollout(
@@ -146,8 +146,11 @@ def _fit_ahead(
         kv_cache_bytes=16 << 20,
         **arguments,
     )
-    callbacks = [recorder, RLCheckpoint(every_n_rl_steps=2), *([check] if ckpt_path is None else [])]
-    trainer = toy_trainer(root, callbacks=[*callbacks, WeightSync(every=every)], rollout=rollout, weight_sync=False)
+    checked = [check] if ckpt_path is None else []
+    callbacks: list[pl.Callback] = [recorder, RLCheckpoint(every_n_rl_steps=2), *checked]
+    settings: dict[str, Any] = {"strategy": "fsdp2_rl", "devices": devices}
+    callbacks.append(WeightSync(every=every, engine="naive" if devices == 1 else "shm"))
+    trainer = toy_trainer(root, callbacks=callbacks, rollout=rollout, weight_sync=False, **settings)
     module = toy_module(model, max_rl_steps=steps)
     try:
         data = PromptDataModule(ListPrompts([f"{i} + {i + 1} =" for i in range(24)]), prompts_per_step=4)
@@ -165,17 +168,18 @@ def _fit_ahead(
         rollout.shutdown()
 
 
-def _run_ahead(*arguments: Any) -> dict[str, Any]:
-    return run_distributed(_fit_ahead, 1, *arguments, init_process_group=False, timeout=240)[0]
+def _run_ahead(*arguments: Any, devices: int = 1) -> list[dict[str, Any]]:
+    return run_distributed(_fit_ahead, devices, *arguments, devices, init_process_group=False, timeout=240)
 
 
+@pytest.mark.slow
 def test_one_step_off_over_a_checkpoint(tmp_path: Path, directory: Path) -> None:
-    first = _run_ahead(tmp_path, directory, {"max_staleness": 1}, "optimizer_step", 4, None)
+    (first,) = _run_ahead(tmp_path, directory, {"max_staleness": 1}, "optimizer_step", 4, None)
     assert first["worst"] < 1e-5
     assert first["ages"] == {0, 1}
     assert len(first["trained"]) == len(set(first["trained"])) == 16
     assert len(first["left"]) == 4
-    resumed = _run_ahead(tmp_path, directory, {"max_staleness": 1}, "optimizer_step", 6, "last")
+    (resumed,) = _run_ahead(tmp_path, directory, {"max_staleness": 1}, "optimizer_step", 6, "last")
     assert set(first["left"]) <= set(resumed["trained"]), "what was under way when the run stopped was lost"
     every = first["trained"] + resumed["trained"] + resumed["left"]
     assert len(every) == len(set(every)) == 28
@@ -186,9 +190,26 @@ def test_one_step_off_over_a_checkpoint(tmp_path: Path, directory: Path) -> None
     assert max(step["metrics"]["rollout/staleness_mean"] for step in first["steps"]) > 0
 
 
+def test_two_ranks_run_ahead_and_one_goes_on(tmp_path: Path, directory: Path) -> None:
+    ranks = _run_ahead(tmp_path, directory, {"max_staleness": 1}, "optimizer_step", 4, None, devices=2)
+    assert max(rank["worst"] for rank in ranks) < 1e-5
+    trained, left = [[uid for rank in ranks for uid in rank[key]] for key in ("trained", "left")]
+    assert len(trained) == len(set(trained)) == 16
+    assert len(left) == 4
+    assert set().union(*(rank["ages"] for rank in ranks)) == {0, 1}
+    for first, second in zip(*(rank["steps"] for rank in ranks), strict=True):
+        shares = [first["metrics"][f"rollout/staleness_{age}"] for age in range(2)]
+        assert sum(shares) == pytest.approx(1.0)
+        assert shares == [second["metrics"][f"rollout/staleness_{age}"] for age in range(2)]
+    (one,) = _run_ahead(tmp_path, directory, {"max_staleness": 1}, "optimizer_step", 6, "last")
+    assert set(left) <= set(one["trained"])
+    every = trained + one["trained"] + one["left"]
+    assert len(every) == len(set(every)) == 28
+
+
 def test_fully_asynchronous_with_over_sampling_and_rare_pushes(tmp_path: Path, directory: Path) -> None:
     arguments = {"max_staleness": 3, "over_sampling": 1.5, "in_flight": "resubmit"}
-    found = _run_ahead(tmp_path, directory, arguments, 2, 6, None)
+    (found,) = _run_ahead(tmp_path, directory, arguments, 2, 6, None)
     assert found["worst"] < 1e-5
     assert max(found["ages"]) <= 3
     assert max(found["ages"]) > 1
