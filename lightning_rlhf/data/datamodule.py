@@ -42,7 +42,7 @@ class PromptDataModule(pl.LightningDataModule):
         tokenizer: a tokenizer, or the directory or id to load it from; None takes the LightningModule's ``tokenizer``.
         shuffle: whether each epoch has its own order.
         seed: of the orders.
-        val_source: where the validation prompts come from; never shuffled, under the same length rule.
+        val_source: where the prompts of validation and test come from; never shuffled, under the same length rule.
         val_prompts_per_step: as ``prompts_per_step``; None takes that number, or what there is if that is less.
         chat_template_kwargs: further variables of the chat template.
 
@@ -94,7 +94,9 @@ class PromptDataModule(pl.LightningDataModule):
             prompts = self._encode(self.source, "train")
             check_batch_size(len(prompts), prompts_per_step=self.prompts_per_step, num_replicas=num_replicas)
             self._train_prompts = prompts
-        if stage in ("fit", "validate") and self.val_source is not None and self._val_prompts is None:
+        if stage == "test" and self.val_source is None:
+            raise ValueError("Trainer.test needs prompts: give PromptDataModule(val_source=...).")
+        if stage in ("fit", "validate", "test") and self.val_source is not None and self._val_prompts is None:
             self._val_prompts = self._encode(self.val_source, "val")
             self._check_val(self._val_prompts)
 
@@ -150,6 +152,11 @@ class PromptDataModule(pl.LightningDataModule):
             collate_fn=collate_prompts,
             generator=torch.Generator(),  # leaves the global one alone, as PromptDataLoader does
         )
+
+    @override
+    def test_dataloader(self) -> DataLoader[EncodedPrompt] | list[DataLoader[EncodedPrompt]]:
+        """The validation prompts as well: ``Trainer.test`` is an evaluation run on ``val_source``."""
+        return self.val_dataloader()
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -17,21 +16,16 @@ from lightning_rlhf.contracts.engine import (
     BaseEngine,
     EngineConfig,
     EngineHost,
-    EngineRegistry,
     LossFunction,
     OptimizerStepResult,
-    compute_dtype_of,
 )
 from lightning_rlhf.engines.optimizer import EngineOptimizer
 from lightning_rlhf.metrics import Metric, compute_metrics, merge_metrics
+from lightning_rlhf.modules.plain_strategies import check_plain_engine, check_strategy, create_plain_engine
 from lightning_rlhf.modules.step_data import StepData
 from lightning_rlhf.modules.step_record import StepRecord
+from lightning_rlhf.modules.trainer_flags import check_trainer
 from lightning_rlhf.types import Experience, Role
-
-_OTHER_STRATEGY = (
-    "The module was used with another strategy before: its {engine} does not fit {strategy}. Start from a new module "
-    "and pass the checkpoint as ckpt_path=, or use the same strategy again."
-)
 
 
 class EngineOwner(StepRecord):
@@ -72,28 +66,22 @@ class EngineOwner(StepRecord):
         strategy = self.trainer.strategy
         if isinstance(strategy, EngineHost):
             return strategy.create_engine(model_type, config)
-        if self.trainer.world_size > 1:
-            raise ValueError(
-                f"Trainer(strategy={type(strategy).__name__}) has {self.trainer.world_size} processes; on several "
-                f"processes use strategy='fsdp2_rl', which keeps losses and gradients exact over ranks."
-            )
-        compute_dtype = compute_dtype_of(self.trainer.precision, strategy=type(strategy).__name__)
-        engine = EngineRegistry.new(
-            model_type,
-            "torch",
-            dataclasses.replace(config, compute_dtype=compute_dtype),
-            device=strategy.root_device,
-        )
-        engine.initialize()
-        return engine
+        return create_plain_engine(self.trainer, model_type, config)
 
     def _check_engine(self, role: str, engine: BaseEngine) -> None:
         """A module that another Trainer has used before brings its engines; they must fit this one's strategy."""
         strategy = self.trainer.strategy
         if isinstance(strategy, EngineHost):
             strategy.adopt_engine(role, engine)
-        elif isinstance(strategy, ParallelStrategy) or engine.data_parallel_size > 1:
-            raise ValueError(_OTHER_STRATEGY.format(engine=type(engine).__name__, strategy=type(strategy).__name__))
+        else:
+            check_plain_engine(self.trainer, role, engine)
+
+    @override
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """None; but this is the first hook that Lightning calls, before processes, data and models."""
+        check_strategy(self.trainer)
+        check_trainer(self.trainer, self)
+        return []
 
     @override
     def configure_optimizers(self) -> list[Optimizer]:

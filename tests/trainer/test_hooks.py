@@ -218,18 +218,6 @@ def test_sizes_that_do_not_fit_the_processes_are_refused(tmp_path: Path, tiny_di
         assert "2 process(es)" in message
 
 
-def test_several_plain_processes_are_refused_with_the_remedy(tmp_path: Path, tiny_directory: Path) -> None:
-    def fit() -> str:
-        try:
-            toy_trainer(tmp_path, strategy="ddp", devices=2).fit(toy_module(tiny_directory), toy_data())
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    for message in run_distributed(fit, 2, init_process_group=False):
-        assert "use strategy='fsdp2_rl'" in message
-
-
 def _hybrid(root: Path, model: Path) -> dict[str, float]:
     recorder = Recorder()
     strategy = FSDP2RLStrategy(dp_replicate_size=2)
