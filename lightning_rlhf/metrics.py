@@ -85,7 +85,7 @@ class Metric:
 
 def _observed(values: Tensor, mask: Tensor | None) -> Tensor:
     values = values.detach().double().reshape(-1)
-    keep = ~values.isnan() if mask is None else ~values.isnan() & mask.reshape(-1)
+    keep = ~values.isnan() if mask is None else ~values.isnan() & mask.reshape(-1).bool()
     return values[keep]
 
 

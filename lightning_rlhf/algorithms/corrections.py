@@ -8,9 +8,11 @@ of its tokens', its geometric ratio the geometric mean.
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
-from lightning_rlhf.algorithms.kl import MAX_LOG_RATIO, kl_penalty
+from lightning_rlhf.algorithms.kl import MAX_LOG_RATIO, as_float, kl_penalty
 from lightning_rlhf.algorithms.sequences import sequence_means, sequence_sums, spread
 from lightning_rlhf.metrics import Metric
 
@@ -63,7 +65,7 @@ def correction_metrics(
     """
     _check_shapes(log_probs_trainer, rollout_log_probs, mask)
     mask, weights = mask.bool(), weights.detach().double()
-    ratio = _log_ratio(log_probs_trainer.double(), rollout_log_probs.double(), mask).exp()
+    ratio = _token_ratio(log_probs_trainer, rollout_log_probs, mask).clamp(max=_LARGEST_WEIGHT)
     return {
         "correction_weight_mean": Metric.mean(weights, mask),
         "correction_weight_square_mean": Metric.mean(weights.square(), mask),
@@ -94,15 +96,16 @@ def token_tis(log_probs_trainer: Tensor, rollout_log_probs: Tensor, mask: Tensor
         cap: :math:`C`, the largest weight.
 
     Returns:
-        Same shape, the trainer's dtype, without gradient, 0 off the mask.
+        Same shape, fp32 (float64 for float64 log-probs), without gradient, 0 off the mask; never above
+        :math:`e^{20}`.
 
     Raises:
         ValueError: for different shapes or a cap that is not positive.
     """
     _check_shapes(log_probs_trainer, rollout_log_probs, mask)
     _check_cap(cap)
-    ratio = _log_ratio(log_probs_trainer, rollout_log_probs, mask).exp()
-    return ratio.clamp(max=cap).masked_fill(~mask.bool(), 0)
+    ratio = _token_ratio(log_probs_trainer, rollout_log_probs, mask)
+    return _as_weights(ratio.clamp(max=cap), log_probs_trainer, mask)
 
 
 def sequence_tis(
@@ -155,8 +158,8 @@ def icepop(
     """
     _check_shapes(log_probs_trainer, rollout_log_probs, mask)
     _check_range(low, high)
-    ratio = _log_ratio(log_probs_trainer, rollout_log_probs, mask).exp()
-    return ratio.masked_fill(~mask.bool() | (ratio < low) | (ratio > high), 0)
+    ratio = _token_ratio(log_probs_trainer, rollout_log_probs, mask)
+    return _as_weights(ratio.masked_fill((ratio < low) | (ratio > high), 0), log_probs_trainer, mask)
 
 
 def sequence_mask(
@@ -235,15 +238,20 @@ def veto(
     if threshold <= 0:
         raise ValueError(f"threshold must be positive, got {threshold}.")
     _check_shapes(log_probs_trainer, rollout_log_probs, mask)
-    ratio = _log_ratio(log_probs_trainer, rollout_log_probs, mask).exp()
+    ratio = _token_ratio(log_probs_trainer, rollout_log_probs, mask)
     offences = sequence_sums((ratio < threshold).to(ratio.dtype), mask.bool(), cu_seqlens)
     return _at_tokens(offences == 0, log_probs_trainer, mask, cu_seqlens)
 
 
-def _log_ratio(log_probs_trainer: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """``log rho`` per token, within the bound that keeps its exponential finite, 0 off the mask."""
-    difference = (log_probs_trainer.detach() - rollout_log_probs.detach()).masked_fill(~mask.bool(), 0)
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+_LARGEST_WEIGHT = math.exp(MAX_LOG_RATIO)
+_LARGEST_EXPONENT = 700.0
+"""float64 holds e^700: bounds are compared with the ratio as it is, however far it has gone."""
+
+
+def _token_ratio(log_probs_trainer: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """``rho`` per token, float64, 1 off the mask."""
+    difference = log_probs_trainer.detach().double() - rollout_log_probs.detach().double()
+    return difference.masked_fill(~mask.bool(), 0).clamp(max=_LARGEST_EXPONENT).exp()
 
 
 def _sequence_ratio(
@@ -256,13 +264,18 @@ def _sequence_ratio(
 ) -> Tensor:
     """``[B]`` float64: product, or geometric mean, of the tokens' ratios."""
     _check_shapes(log_probs_trainer, rollout_log_probs, mask)
-    difference = log_probs_trainer.detach() - rollout_log_probs.detach()
+    difference = log_probs_trainer.detach().double() - rollout_log_probs.detach().double()
     join = sequence_means if geometric else sequence_sums
-    return join(difference, mask.bool(), cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return join(difference, mask.bool(), cu_seqlens).clamp(max=_LARGEST_EXPONENT).exp()
 
 
 def _at_tokens(per_sequence: Tensor, like: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return spread(per_sequence, like, cu_seqlens).to(like.dtype).masked_fill(~mask.bool(), 0)
+    return _as_weights(spread(per_sequence, like, cu_seqlens).double(), like, mask)
+
+
+def _as_weights(weights: Tensor, like: Tensor, mask: Tensor) -> Tensor:
+    """In fp32, or float64 if the log-probs are; 0 off the mask."""
+    return weights.clamp(max=_LARGEST_WEIGHT).to(as_float(like).dtype).masked_fill(~mask.bool(), 0)
 
 
 def _check_cap(cap: float) -> None:

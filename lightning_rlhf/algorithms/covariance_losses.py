@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_rlhf.algorithms.policy_inputs import PolicyInputs, as_float, check_bounds, check_shapes
+from lightning_rlhf.algorithms.policy_inputs import PolicyInputs, check_bounds, check_shapes
 from lightning_rlhf.metrics import Metric
 from lightning_rlhf.types import LossOutput
 
@@ -116,13 +116,14 @@ def token_covariance(log_probs: Tensor, advantages: Tensor, response_mask: Tenso
     """Each token's share of the covariance of log-prob and advantage over the mask: product of the two deviations.
 
     Returns:
-        In the shape of ``log_probs``, without gradient, 0 off the mask.
+        float64 in the shape of ``log_probs``, without gradient, 0 off the mask.
     """
     check_shapes(None, log_probs=log_probs, advantages=advantages, response_mask=response_mask)
     mask = response_mask.bool()
-    product = torch.ones_like(as_float(log_probs), requires_grad=False)
+    # float64: which token is the largest must not depend on the order in which a mean was summed
+    product = torch.ones_like(log_probs, dtype=torch.float64, requires_grad=False)
     for values in (log_probs, advantages):
-        kept = as_float(values.detach()).masked_fill(~mask, 0)
+        kept = values.detach().double().masked_fill(~mask, 0)
         product = product * (kept - kept.sum() / mask.sum().clamp(min=1))
     return product.masked_fill(~mask, 0)
 

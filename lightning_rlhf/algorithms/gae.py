@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_rlhf.algorithms.kl import as_float
+
 
 def gae(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
@@ -24,8 +26,8 @@ def gae(
         lam: :math:`\lambda`, 0 to 1.
 
     Returns:
-        Advantages and returns (advantages + values), same shape and dtype as ``values``, without gradient, 0 off the
-        mask.
+        Advantages and returns (advantages + values), in the shape of ``values``, fp32 (float64 for float64 values),
+        without gradient, 0 off the mask.
 
     Raises:
         ValueError: for different shapes, a layout that is not padded, or factors outside 0 to 1.
@@ -40,7 +42,8 @@ def gae(
         raise ValueError(f"gamma and lam must lie between 0 and 1, got {gamma} and {lam}.")
     mask = response_mask.bool()
     rewards = token_level_rewards.detach().double()
-    kept_values = values.detach().double().masked_fill(~mask, 0)
+    values = as_float(values.detach())
+    kept_values = values.double().masked_fill(~mask, 0)
     advantages = torch.zeros_like(kept_values)
     next_value = next_advantage = kept_values.new_zeros(values.shape[0])
     for t in reversed(range(values.shape[1])):

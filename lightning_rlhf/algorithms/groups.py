@@ -45,8 +45,9 @@ class Groups:
         """
         if rewards.ndim != 1:
             raise ValueError(f"rewards must have shape [B], one per rollout, got {tuple(rewards.shape)}.")
-        # elements of a tensor hash by object, so each row would be a group of its own
-        identities: Sequence[Hashable] = uids.tolist() if isinstance(uids, Tensor) else uids
+        # tensors hash by object, so each row would be a group of its own
+        listed = uids.tolist() if isinstance(uids, Tensor) else uids
+        identities: list[Hashable] = [uid.item() if isinstance(uid, Tensor) else uid for uid in listed]
         if len(identities) != rewards.numel():
             raise ValueError(f"{rewards.numel()} rewards but {len(identities)} uids; every rollout needs its own.")
         numbers: dict[Hashable, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3", "abs", "k3+"]
@@ -11,6 +12,11 @@ KLEstimator: TypeAlias = Literal["k1", "k2", "k3", "abs", "k3+"]
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within this bound before they are exponentiated: e^20 is far outside any trust region, and
 beyond e^88 fp32 overflows and turns a gradient of 0 into NaN."""
+
+
+def as_float(values: Tensor) -> Tensor:
+    """The same values in fp32, or untouched if they are float64."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -30,7 +36,8 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator)
         estimator: which of the above.
 
     Returns:
-        Same shape and dtype, unweighted.
+        Same shape, unweighted, fp32 (float64 for float64 log-probs). Where the policy gives a token less than
+        :math:`e^{-20}` of the reference's probability, k3 stays at its value there.
 
     Raises:
         ValueError: for different shapes or an unknown estimator.
@@ -39,7 +46,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator)
         raise ValueError(
             f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} must have one shape."
         )
-    difference = log_probs - ref_log_probs
+    difference = as_float(log_probs) - as_float(ref_log_probs)
     if estimator == "k1":
         return difference
     if estimator == "abs":
@@ -55,6 +62,6 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator)
 
 
 def _k3(difference: Tensor) -> Tensor:
-    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    bounded = difference.clamp(min=-MAX_LOG_RATIO)  # e^-d overflows on this side alone
     # expm1 keeps the digits of a small difference, where exp(x) - 1 - x cancels
     return (-bounded).expm1() + bounded

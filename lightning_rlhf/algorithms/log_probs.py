@@ -37,7 +37,7 @@ def token_log_probs(
         Log-probs ``[T]`` in nats, and entropies ``[T]`` or None: fp32 (fp64 for fp64 inputs), both differentiable.
 
     Raises:
-        ValueError: if shapes do not fit, or ``temperature`` or ``chunk_size`` is not positive.
+        ValueError: if shapes or dtypes do not fit, or ``temperature`` or ``chunk_size`` is not positive.
     """
     if hidden.ndim != 2 or head_weight.ndim != 2 or hidden.shape[1] != head_weight.shape[1]:
         raise ValueError(
@@ -55,6 +55,10 @@ def token_log_probs(
     if torch.is_autocast_enabled(device_type):  # a custom Function's own products would be cast in the forward alone
         dtype = torch.get_autocast_dtype(device_type)
         hidden, head_weight = hidden.to(dtype), head_weight.to(dtype)
+    if hidden.dtype != head_weight.dtype:
+        raise ValueError(
+            f"hidden is {hidden.dtype} and head_weight {head_weight.dtype}: cast one of them to the other."
+        )
     with torch.autocast(device_type, enabled=False):
         scored: tuple[Tensor, Tensor | None] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
             hidden, head_weight, labels, temperature, chunk_size, entropy

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rlhf.algorithms.kl import MAX_LOG_RATIO
+from lightning_rlhf.algorithms.kl import MAX_LOG_RATIO, as_float
 from lightning_rlhf.algorithms.sequences import num_sequences
 from lightning_rlhf.metrics import Metric
 from lightning_rlhf.types import LossOutput
@@ -24,7 +24,8 @@ class PolicyInputs:
         old_log_probs: by the trainer before the update, without gradient.
         advantages: without gradient.
         mask: bool.
-        log_ratio: ``log_probs - old_log_probs``, within ±20, differentiable.
+        difference: ``log_probs - old_log_probs``, differentiable.
+        log_ratio: ``difference`` within ±20.
         ratio: ``exp(log_ratio)``, differentiable.
     """
 
@@ -32,6 +33,7 @@ class PolicyInputs:
     old_log_probs: Tensor
     advantages: Tensor
     mask: Tensor
+    difference: Tensor
     log_ratio: Tensor
     ratio: Tensor
 
@@ -61,12 +63,14 @@ class PolicyInputs:
             as_float(tensor).masked_fill(~mask, 0)
             for tensor in (log_probs, old_log_probs.detach(), advantages.detach())
         )
-        log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        difference = log_probs - old_log_probs
+        log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return cls(
             log_probs=log_probs,
             old_log_probs=old_log_probs,
             advantages=advantages,
             mask=mask,
+            difference=difference,
             log_ratio=log_ratio,
             ratio=log_ratio.exp(),
         )
@@ -133,8 +137,3 @@ def check_cap(ratio_cap: float) -> None:
     """
     if ratio_cap <= 0:
         raise ValueError(f"ratio_cap must be positive, got {ratio_cap}.")
-
-
-def as_float(values: Tensor) -> Tensor:
-    """The same values in fp32, or untouched if they are float64."""
-    return values if values.dtype == torch.float64 else values.float()

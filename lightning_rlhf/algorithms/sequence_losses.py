@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_rlhf.algorithms.kl import MAX_LOG_RATIO
 from lightning_rlhf.algorithms.policy_inputs import PolicyInputs, check_bounds
 from lightning_rlhf.algorithms.sequences import sequence_means, spread
 from lightning_rlhf.types import LossOutput
@@ -47,7 +48,7 @@ def gspo(
     """
     check_bounds(clip_low, clip_high)
     inputs = PolicyInputs.check(log_probs, old_log_probs, advantages, response_mask, cu_seqlens)
-    log_s = _sequence_log_ratio(inputs.log_ratio, inputs, cu_seqlens)
+    log_s = _sequence_log_ratio(inputs.difference, inputs, cu_seqlens)
     if level == "token":
         log_s = inputs.log_probs - inputs.log_probs.detach() + log_s.detach()
     elif level != "sequence":
@@ -95,7 +96,7 @@ def gmpo(
     """
     check_bounds(clip_low, clip_high)
     inputs = PolicyInputs.check(log_probs, old_log_probs, advantages, response_mask, cu_seqlens)
-    log_ratio, positive = inputs.log_ratio, inputs.advantages > 0
+    log_ratio, positive = inputs.difference, inputs.advantages > 0
     clipped = torch.where(positive, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
     ratio = _sequence_log_ratio(clipped, inputs, cu_seqlens).exp()
     mean_advantage = sequence_means(inputs.advantages, inputs.mask, cu_seqlens)
@@ -109,6 +110,7 @@ def gmpo(
 
 
 def _sequence_log_ratio(log_ratio: Tensor, inputs: PolicyInputs, cu_seqlens: Tensor | None) -> Tensor:
-    """Each sequence's mean log-ratio at each of its tokens, differentiable."""
-    means = sequence_means(log_ratio, inputs.mask, cu_seqlens)
+    """Each sequence's mean log-ratio, within ±20, at each of its tokens, differentiable."""
+    # the mean is bounded, not its parts: one token far off in a long sequence moves it as far as it should
+    means = sequence_means(log_ratio, inputs.mask, cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return spread(means, log_ratio, cu_seqlens).to(log_ratio.dtype)

@@ -43,7 +43,8 @@ def dppo_tv(
     """
     check_bounds(clip_low, clip_high)
     inputs = PolicyInputs.check(log_probs, old_log_probs, advantages, response_mask, cu_seqlens)
-    change = (inputs.log_probs.exp() - inputs.old_log_probs.exp()).detach()
+    new, old = _probabilities(inputs)
+    change = new - old
     return _trust_region_terms(inputs, fallen=change < -clip_low, risen=change > clip_high, ratio_cap=ratio_cap)
 
 
@@ -66,12 +67,17 @@ def dppo_kl(
     check_bounds(clip_low, clip_high)
     inputs = PolicyInputs.check(log_probs, old_log_probs, advantages, response_mask, cu_seqlens)
     log_new, log_old = inputs.log_probs.detach(), inputs.old_log_probs
-    new, old = log_new.exp(), log_old.exp()
+    new, old = _probabilities(inputs)
     tiny = 1e-8  # keeps log(1 - p) finite for a token of probability 1
     kl = old * (log_old - log_new) + (1 - old) * ((1 - old + tiny) / (1 - new + tiny)).log()
     return _trust_region_terms(
         inputs, fallen=(kl > clip_low) & (new < old), risen=(kl > clip_high) & (new > old), ratio_cap=ratio_cap
     )
+
+
+def _probabilities(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
+    """New and old, without gradient; a log-prob that rounding left a little above 0 is a probability of 1."""
+    return inputs.log_probs.detach().exp().clamp(max=1), inputs.old_log_probs.exp().clamp(max=1)
 
 
 def _trust_region_terms(inputs: PolicyInputs, *, fallen: Tensor, risen: Tensor, ratio_cap: float) -> LossOutput:

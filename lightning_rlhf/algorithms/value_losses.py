@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_rlhf.algorithms.policy_inputs import as_float, check_shapes
+from lightning_rlhf.algorithms.kl import as_float
+from lightning_rlhf.algorithms.policy_inputs import check_shapes
 from lightning_rlhf.metrics import Metric
 from lightning_rlhf.types import LossOutput
 

@@ -19,6 +19,7 @@ from lightning_rlhf.algorithms.kl import KLEstimator, kl_penalty
 from lightning_rlhf.algorithms.kl_controller import kl_controller
 from lightning_rlhf.algorithms.registry import Correction, PolicyLoss
 from lightning_rlhf.contracts.engine import LRScheduleFactory, OptimizerFactory
+from lightning_rlhf.engines.adapter import adapter_facts
 from lightning_rlhf.metrics import Metric
 from lightning_rlhf.modules.arguments import check_choice, check_policy_loss, check_reference
 from lightning_rlhf.modules.chosen_parts import chosen_correction, chosen_policy_loss, chosen_selection
@@ -69,6 +70,7 @@ class ClippedPolicyModule(OnPolicyModule):
         max_grad_norm: float | None,
         gradient_checkpointing: bool,
         logits_chunk_size: int,
+        lora: object | None,
         mask_truncated: bool,
         max_rl_steps: int | None,
         seed: int,
@@ -82,7 +84,7 @@ class ClippedPolicyModule(OnPolicyModule):
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, kl_coef=kl_coef, kl_estimator=kl_estimator
         )
         check_choice("kl_in", kl_in, get_args(KLPlace))
-        check_reference(kl_coef=kl_coef, every=reference_every, share=reference_share)
+        check_reference(kl_coef=kl_coef, every=reference_every, share=reference_share, has_adapter=lora is not None)
         check_choice("old_log_probs_from", old_log_probs_from, get_args(OldLogProbs))
         loss = chosen_policy_loss(
             policy_loss, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, arguments=policy_loss_args
@@ -108,6 +110,7 @@ class ClippedPolicyModule(OnPolicyModule):
             max_grad_norm=max_grad_norm,
             gradient_checkpointing=gradient_checkpointing,
             logits_chunk_size=logits_chunk_size,
+            lora=lora,
             mask_truncated=mask_truncated,
             max_rl_steps=max_rl_steps,
             seed=seed,
@@ -156,7 +159,7 @@ class ClippedPolicyModule(OnPolicyModule):
         old, ref = experience.old_log_probs, experience.ref_log_probs
         if self.kl_in == "loss" or old is None or ref is None:
             return None
-        return self.kl_coef * kl_penalty(old, ref, self.kl_estimator) * experience.loss_mask
+        return self.kl_coef * _masked_kl(old, ref, experience.loss_mask, self.kl_estimator)
 
     @override
     def policy_loss(self, outputs: ModelOutputs, micro_batch: Experience) -> LossOutput:
@@ -180,9 +183,9 @@ class ClippedPolicyModule(OnPolicyModule):
         if self.entropy_coef != 0.0:
             if outputs.entropy is None:
                 raise ValueError(f"entropy_coef={self.entropy_coef} needs entropies; the engine gave none.")
-            terms = terms - self.entropy_coef * outputs.entropy * mask
+            terms = terms - self.entropy_coef * outputs.entropy.masked_fill(~mask, 0)
         if micro_batch.ref_log_probs is not None:
-            kl = kl_penalty(log_probs, micro_batch.ref_log_probs, self.kl_estimator) * mask
+            kl = _masked_kl(log_probs, micro_batch.ref_log_probs, mask, self.kl_estimator)
             metrics["ref_kl"] = Metric.mean(kl, mask)
             if self.kl_in == "loss":
                 terms = terms + self.kl_coef * kl
@@ -235,9 +238,16 @@ class ClippedPolicyModule(OnPolicyModule):
         super().on_save_checkpoint(checkpoint)
         checkpoint[COUNTERS_KEY]["kl_controller"] = self.kl_controller.state_dict()
         checkpoint[COUNTERS_KEY]["entropy_controller"] = self.entropy_controller.state_dict()
+        if self.actor_config.lora is not None:  # with which an export merges what the checkpoint holds
+            checkpoint[COUNTERS_KEY]["lora"] = adapter_facts(self.actor_config.lora)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self.kl_controller.load_state_dict(checkpoint[COUNTERS_KEY].get("kl_controller", {}))
         self.entropy_controller.load_state_dict(checkpoint[COUNTERS_KEY].get("entropy_controller", {}))
+
+
+def _masked_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:
+    """0 off the mask, whatever stands there: a product with the mask would keep its NaN, in gradients too."""
+    return kl_penalty(log_probs.masked_fill(~mask, 0), ref_log_probs.masked_fill(~mask, 0), estimator)

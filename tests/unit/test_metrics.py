@@ -74,3 +74,10 @@ def test_ranks_join_like_micro_batches() -> None:
     # the second rank saw nothing: its neutral elements must not show
     for result in run_distributed(_rank_metrics, 3, [[0.8, 1.2, 4.0], [], [-3.0]]):
         assert result == pytest.approx({"mean": 0.75, "low": -3.0, "high": 4.0, "sum": 3.0})
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+def test_a_mask_of_any_dtype_leaves_values_out(dtype: torch.dtype) -> None:
+    values, mask = torch.tensor([1.0, 2.0, 6.0, 100.0]), torch.tensor([1, 0, 1, 0], dtype=dtype)
+    assert Metric.mean(values, mask).compute() == 3.5
+    assert Metric.max(values, mask).compute() == 6.0
