@@ -12,17 +12,18 @@ import torch
 import torch.distributed as dist
 
 from lightning_rlhf.batching.exchange import all_gather_bytes
-from lightning_rlhf.types import PromptBatch, Rollouts
+from lightning_rlhf.types import UNTRAINED_FINISHES, PromptBatch, Rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
     """How an RL step is filled with groups whose rewards differ (arXiv:2503.14476, section 3.2).
 
-    A group whose known rewards are all equal has no advantage in any of its rollouts. Such groups are left out, and as
-    many further prompts are sampled in their place, round after round, until each of the step's groups has a signal.
-    The prompts left out are consumed like those that train. What counts is the reward alone, before length penalties
-    and before a KL in the reward.
+    A group whose rewards are all equal, over the rows that train, has no advantage in any of them: a row without a
+    reward or a response token does not train, nor, with ``mask_truncated``, one that hit the length limit. Such groups
+    are left out, and as many further prompts are sampled in their place, round after round, until each of the step's
+    groups has a signal. The prompts left out are consumed like those that train. What counts is the reward alone,
+    before length penalties and before a KL in the reward.
 
     Args:
         max_rounds: rounds of refilling in one RL step, after the first sampling. Each samples as many prompts as lack.
@@ -68,6 +69,7 @@ def fill_step(
     first: PromptBatch,
     *,
     settings: DynamicSampling,
+    mask_truncated: bool,
     sample: Callable[[PromptBatch], Rollouts],
     draw: Callable[[int], PromptBatch],
     group: dist.ProcessGroup | None,
@@ -82,6 +84,7 @@ def fill_step(
     Args:
         first: this rank's prompts of the step.
         settings: the limits.
+        mask_truncated: whether the module leaves truncated responses out of the loss, and so of a group's signal.
         sample: gives scored rollouts of prompts of this rank.
         draw: gives this rank's share of so many further prompts over all ranks; fewer if there are no others.
         group: the data-parallel group.
@@ -101,7 +104,7 @@ def fill_step(
         if len(prompts):
             rollouts = sample(prompts)
             parts.append((prompts, rollouts))
-            own = list(zip(prompts.uids, _signals(prompts, rollouts), strict=True))
+            own = list(zip(prompts.uids, _signals(prompts, rollouts, mask_truncated), strict=True))
         found = _over_ranks(own, group=group, num_replicas=num_replicas, device=device)
         kept += [uid for uid, signal in found if signal]
         dropped += [uid for uid, signal in found if not signal]
@@ -135,13 +138,16 @@ def fill_step(
     )
 
 
-def _signals(prompts: PromptBatch, rollouts: Rollouts) -> list[bool]:
-    """Per prompt, whether two of its rollouts that count have different rewards."""
+def _signals(prompts: PromptBatch, rollouts: Rollouts, mask_truncated: bool) -> list[bool]:
+    """Per prompt, whether two of its rollouts that train have different rewards."""
     if rollouts.rewards is None:
         raise ValueError("Dynamic sampling reads rewards, but the rollouts have none: score them first.")
     rewards: dict[str, set[float]] = {uid: set() for uid in prompts.uids}
-    for uid, reward, reason in zip(rollouts.uids, rollouts.rewards.tolist(), rollouts.finish_reasons, strict=True):
-        if math.isfinite(reward) and reason not in ("skipped", "abort"):
+    untrained = (*UNTRAINED_FINISHES, *(("length",) if mask_truncated else ()))
+    lengths = rollouts.response_lengths.tolist()
+    rows = zip(rollouts.uids, rollouts.rewards.tolist(), rollouts.finish_reasons, lengths, strict=True)
+    for uid, reward, reason, length in rows:
+        if length and math.isfinite(reward) and reason not in untrained:
             rewards[uid].add(reward)
     return [len(rewards[uid]) > 1 for uid in prompts.uids]
 

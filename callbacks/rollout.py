@@ -256,6 +256,7 @@ class RolloutCallback(RLCallback):
         return self.engine
 
     def _directory_of(self, module: OnPolicyModule) -> str | Path:
+            mask_truncated=module.mask_truncated,
         """Where the engine finds config and tokenizer; a model given as a module is described in a temporary folder."""
         model = module.actor_config.model
         if not isinstance(model, nn.Module):

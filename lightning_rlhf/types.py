@@ -18,6 +18,10 @@ from torch import Tensor
 from lightning_rlhf.metrics import Metric
 
 Role = Literal["actor", "critic", "reference", "reward_model"]
+
+UNTRAINED_FINISHES = ("skipped", "abort", "failed")
+"""Finish reasons of rows that do not train, whatever their reward: not sampled whole, or judged by nobody."""
+
 _Flat = TypeVar("_Flat", bound="FlatBatch")
 
 

@@ -18,16 +18,16 @@ def rollout_metrics(plan: StepPlan) -> dict[str, float]:
 
     Returns:
         ``reward/mean`` and ``reward/std`` (population) over rows whose reward is known, ``reward/failed`` rows that
-        were scored and have none, ``reward/groups_without_signal`` share of groups whose known rewards are all equal,
-        ``rollout/response_length`` mean and ``rollout/response_length_max`` in tokens, ``rollout/num_tokens`` prompt
-        and response tokens, ``rollout/trained_tokens``, ``rollout/truncated_fraction`` share that hit the length limit,
-        ``rollout/skipped`` rows that were never sampled, dropped or aborted.
+        were scored and have none, ``reward/groups_without_signal`` share of groups whose rows that train have equal
+        rewards, ``rollout/response_length`` mean and ``rollout/response_length_max`` in tokens, ``rollout/num_tokens``
+        prompt and response tokens, ``rollout/trained_tokens``, ``rollout/truncated_fraction`` share that hit the length
+        limit, ``rollout/skipped`` rows that were never sampled, dropped or aborted.
     """
     facts = plan.facts
     known = [fact.reward for fact in facts if fact.reward is not None]
     groups: dict[str, set[float]] = defaultdict(set)
     for fact in facts:
-        groups[fact.uid].update(() if fact.reward is None else (fact.reward,))
+        groups[fact.uid].update((fact.reward,) if fact.reward is not None and fact.num_loss_tokens else ())
     metrics = {
         "reward/failed": float(sum(fact.reward is None and not fact.skipped for fact in facts)),
         "reward/groups_without_signal": sum(len(rewards) < 2 for rewards in groups.values()) / len(groups),
