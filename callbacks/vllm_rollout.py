@@ -15,8 +15,10 @@ from lightning_rlhf.callbacks.greedy_baseline import add_baselines
 from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.callbacks.served_rollout import ServerSettings, build_served_engine
+from lightning_rlhf.contracts.environment import EnvironmentFactory
 from lightning_rlhf.contracts.rollout import RolloutEngine
 from lightning_rlhf.modules.on_policy import OnPolicyModule
+from lightning_rlhf.rollout.episodes import TurnLimits
 from lightning_rlhf.types import PromptBatch
 
 
@@ -70,6 +72,8 @@ class VLLMRollout(RolloutCallback):
         max_model_len: int = 2048,
         weight_sync: bool = True,
         dynamic_sampling: DynamicSampling | None = None,
+        environment: EnvironmentFactory | None = None,
+        turn_limits: TurnLimits | None = None,
     ) -> None:
         super().__init__(
             num_rollouts=num_rollouts,
@@ -84,6 +88,8 @@ class VLLMRollout(RolloutCallback):
             max_model_len=max_model_len,
             weight_sync=weight_sync,
             dynamic_sampling=dynamic_sampling,
+            environment=environment,
+            turn_limits=turn_limits,
         )
         if mode not in ("colocated", "server"):
             raise ValueError(f"VLLMRollout(mode={mode!r}): expected 'colocated' or 'server'.")
@@ -106,6 +112,11 @@ class VLLMRollout(RolloutCallback):
             raise ValueError(
                 "dynamic_sampling refills the step under way, and max_staleness and over_sampling fill steps to come: "
                 "use one of them."
+            )
+        if environment is not None and self.ahead.needs_window:
+            raise ValueError(
+                "Rollouts with an environment= take their turns together, and do not run ahead of training: use "
+                "max_staleness=0 and over_sampling=1."
             )
         self._async: AsyncRollout | None = None
         self._restored: list[dict[str, Any]] | None = None

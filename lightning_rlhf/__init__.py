@@ -24,12 +24,17 @@ if TYPE_CHECKING:
         VLLMRollout,
         WeightSync,
     )
+    from lightning_rlhf.contracts.environment import Action, Environment, StepResult, Task
     from lightning_rlhf.data import JSONLPrompts, PromptDataModule, ReasoningGymPrompts
+    from lightning_rlhf.environments import ToolEnvironment
     from lightning_rlhf.modules import GRPO, PPO
+    from lightning_rlhf.rollout.episodes import TurnLimits
     from lightning_rlhf.strategies import FSDP2RLStrategy, MegatronRLStrategy, RLStrategy, UlyssesRLStrategy
 
 _PUBLIC = {
+    "Action": "lightning_rlhf.contracts.environment",
     "DynamicSampling": "lightning_rlhf.callbacks",
+    "Environment": "lightning_rlhf.contracts.environment",
     "FSDP2RLStrategy": "lightning_rlhf.strategies",
     "GRPO": "lightning_rlhf.modules",
     "HFExport": "lightning_rlhf.callbacks",
@@ -45,7 +50,11 @@ _PUBLIC = {
     "RolloutDump": "lightning_rlhf.callbacks",
     "RunReport": "lightning_rlhf.callbacks",
     "SampleTable": "lightning_rlhf.callbacks",
+    "StepResult": "lightning_rlhf.contracts.environment",
+    "Task": "lightning_rlhf.contracts.environment",
     "Throughput": "lightning_rlhf.callbacks",
+    "ToolEnvironment": "lightning_rlhf.environments",
+    "TurnLimits": "lightning_rlhf.rollout.episodes",
     "UlyssesRLStrategy": "lightning_rlhf.strategies",
     "VLLMRollout": "lightning_rlhf.callbacks",
     "WeightSync": "lightning_rlhf.callbacks",
@@ -54,7 +63,9 @@ _PUBLIC = {
 __all__ = [
     "GRPO",
     "PPO",
+    "Action",
     "DynamicSampling",
+    "Environment",
     "FSDP2RLStrategy",
     "HFExport",
     "HFRollout",
@@ -68,7 +79,11 @@ __all__ = [
     "RolloutDump",
     "RunReport",
     "SampleTable",
+    "StepResult",
+    "Task",
     "Throughput",
+    "ToolEnvironment",
+    "TurnLimits",
     "UlyssesRLStrategy",
     "VLLMRollout",
     "WeightSync",

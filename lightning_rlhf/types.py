@@ -178,7 +178,8 @@ class RolloutSequence:
         response_token_ids: ids as sampled, never re-encoded from text; EOS included.
         log_probs: natural-log probability of each response id at the sampling temperature, as sampled.
         policy_version: version of the weights that sampled it.
-        finish_reason: ``stop``, ``length``, ``abort`` or ``skipped`` (never sent to the engine).
+        finish_reason: ``stop``, ``length``, ``abort``, ``skipped`` (never sent to the engine) or ``failed`` (the
+            environment of its episode did).
         prompt: the prompt's text, for rewards and tables.
         response: the response's text.
         metadata: whatever the data source said about the prompt (the answer, the task).

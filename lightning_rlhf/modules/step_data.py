@@ -14,7 +14,7 @@ from lightning_rlhf.algorithms.aggregation import AggregationMode, loss_weights
 from lightning_rlhf.batching.exchange import assert_same_plan, exchange_rows, gather_row_facts
 from lightning_rlhf.batching.plan import RowFact, StepPlan, build_step_plan
 from lightning_rlhf.contracts.engine import BaseEngine
-from lightning_rlhf.types import Experience, Rollouts
+from lightning_rlhf.types import UNTRAINED_FINISHES, Experience, Rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,9 @@ class StepData:
 def row_facts(rollouts: Rollouts, rewards: Tensor, *, mask_truncated: bool, rank: int) -> list[RowFact]:
     """What this rank tells the others of its rows.
 
-    A row trains on its response tokens, unless its reward failed (NaN), it was skipped or aborted, or it was truncated
-    and ``mask_truncated``: such a row counts in no denominator, and a skipped or aborted one in no mean reward.
+    A row trains on its response tokens, unless its reward failed (NaN), it was skipped or aborted or its environment
+    failed, or it was truncated and ``mask_truncated``: such a row counts in no denominator, and one that was not
+    sampled whole in no mean reward.
     """
     facts = []
     # read once: each of these properties goes over every token
@@ -121,7 +122,7 @@ def row_facts(rollouts: Rollouts, rewards: Tensor, *, mask_truncated: bool, rank
     baselines = None if rollouts.baseline_rewards is None else rollouts.baseline_rewards.tolist()
     for row, reward in enumerate(rewards.tolist()):
         truncated = rollouts.finish_reasons[row] == "length"
-        skipped = rollouts.finish_reasons[row] in ("skipped", "abort")
+        skipped = rollouts.finish_reasons[row] in UNTRAINED_FINISHES
         known = math.isfinite(reward) and not skipped
         baseline = None if baselines is None else baselines[row]
         components = {} if rollouts.reward_components is None else rollouts.reward_components[row]

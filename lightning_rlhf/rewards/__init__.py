@@ -6,6 +6,7 @@ A reward is any callable ``reward(prompts, responses, metadata)`` that gives one
 from __future__ import annotations
 
 from lightning_rlhf.rewards.code import CodeReward
+from lightning_rlhf.rewards.environment import EnvironmentReward, reads_environment
 from lightning_rlhf.rewards.extract import Extraction, extract_answer
 from lightning_rlhf.rewards.function import RewardFunction, WeightedRewards, reward_name, score
 from lightning_rlhf.rewards.length import soft_overlong_penalty
@@ -20,6 +21,7 @@ from lightning_rlhf.rewards.time_limited import TimeLimited
 
 __all__ = [
     "CodeReward",
+    "EnvironmentReward",
     "Extraction",
     "Failure",
     "MathVerifyReward",
@@ -36,6 +38,7 @@ __all__ = [
     "component_metrics",
     "extract_answer",
     "gsm8k_reward",
+    "reads_environment",
     "reward_name",
     "run_sandboxed",
     "score",
