@@ -95,6 +95,7 @@ class MegatronModel(BaseEngine):
             self._prepare(chunks)
         # without megatron's wrappers, so that a trained and a frozen engine call their parameters alike
         self.module = nn.ModuleList(self.bare_chunks).train(self.config.optimizer is not None)
+        self.module.register_state_dict_post_hook(_tensors_alone)
 
     def _prepare(self, chunks: list[nn.Module]) -> None:
         for chunk in chunks:
@@ -268,3 +269,9 @@ class MegatronModel(BaseEngine):
         """The ``tp x cp x pp`` ranks that hold the same rows; None for one."""
         group: dist.ProcessGroup = self.groups.model_parallel_group
         return group if self.layout.model_parallel_size > 1 else None
+
+
+def _tensors_alone(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """Leaves out what megatron's layers keep beside tensors: of fp8 alone, and nothing that a checkpoint needs."""
+    for name in [name for name in state if name.startswith(prefix) and name.endswith("_extra_state")]:
+        del state[name]
