@@ -15,14 +15,18 @@ from typing_extensions import override
 
 from lightning_rlhf.batching.checks import check_batch_sizes
 from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step
+from lightning_rlhf.callbacks.episodes import episode_sampler, note_episodes
 from lightning_rlhf.callbacks.greedy_baseline import add_baselines
 from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.callbacks.shared_rollout import generate_in_shares
 from lightning_rlhf.callbacks.weight_sync import WeightSync
 from lightning_rlhf.contracts.callback import RLCallback
+from lightning_rlhf.contracts.environment import EnvironmentFactory
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.on_policy import OnPolicyModule
+from lightning_rlhf.rollout.episodes import TurnLimits
+from lightning_rlhf.rollout.multi_turn import MultiTurnSampler
 from lightning_rlhf.types import PromptBatch, Rollouts
 
 
@@ -42,6 +46,9 @@ class RolloutCallback(RLCallback):
         max_model_len: limit on prompt and response together, in tokens.
         weight_sync: False samples from the starting weights throughout; True asks for a ``WeightSync`` callback.
         dynamic_sampling: leaves groups of equal rewards out of a training step and refills it; None takes every group.
+        environment: makes the environment of each episode, a class or ``functools.partial`` of one; rollouts then have
+            several turns, of ``max_new_tokens`` each. None: one response to each prompt.
+        turn_limits: that bound an episode; None: those of ``TurnLimits``.
     """
 
     def __init__(
@@ -59,6 +66,8 @@ class RolloutCallback(RLCallback):
         max_model_len: int = 2048,
         weight_sync: bool = True,
         dynamic_sampling: DynamicSampling | None = None,
+        environment: EnvironmentFactory | None = None,
+        turn_limits: TurnLimits | None = None,
     ) -> None:
         if temperature == 0:
             raise ValueError(
@@ -69,6 +78,8 @@ class RolloutCallback(RLCallback):
             raise ValueError(
                 f"dynamic_sampling compares the rewards of a prompt's rollouts, but num_rollouts={num_rollouts}."
             )
+        if turn_limits is not None and environment is None:
+            raise ValueError("turn_limits= bound the episodes of an environment, but there is no environment=.")
         self.sampling = SamplingConfig(
             n=num_rollouts,
             max_new_tokens=max_new_tokens,
@@ -91,6 +102,9 @@ class RolloutCallback(RLCallback):
         self.max_model_len = max_model_len
         self.weight_sync = weight_sync
         self.dynamic_sampling = dynamic_sampling
+        self.environment = environment
+        self.turn_limits = turn_limits or TurnLimits()
+        self._episodes: MultiTurnSampler | None = None
         self.engine: RolloutEngine | None = None
         self._engine_model: str | Path | nn.Module | None = None
         self._model_directory: TemporaryDirectory[str] | None = None
@@ -198,10 +212,17 @@ class RolloutCallback(RLCallback):
         if self._sync is not None:
             self._sync.ensure_fresh(module, engine)
 
+        episodes = self._episodes
+
+        def generate(share: PromptBatch, how: SamplingConfig) -> Rollouts:
+            if episodes is None:
+                return engine.generate(share, how, rl_step=module.rl_step)
+            return episodes.generate(engine, share, how, rl_step=module.rl_step)
+
         def sample(prompts: PromptBatch, how: SamplingConfig = sampling) -> Rollouts:
             return generate_in_shares(
                 prompts,
-                lambda share: engine.generate(share, how, rl_step=module.rl_step),
+                lambda share: generate(share, how),
                 module.score,
                 group=module.actor.model_parallel_group,
                 device=module.actor.device,
@@ -212,6 +233,8 @@ class RolloutCallback(RLCallback):
                 batch.rollouts = sample(batch)
             else:
                 self._fill_with_signal(trainer, module, batch, sample, dynamic)
+            if episodes is not None:
+                note_episodes(episodes.take_counts(), module)
             if sampling is self.sampling and module.needs_baselines:
                 add_baselines(batch, lambda prompts: sample(prompts, self.eval_sampling), module.score)
 
@@ -233,6 +256,7 @@ class RolloutCallback(RLCallback):
         step = fill_step(
             batch,
             settings=settings,
+            mask_truncated=module.mask_truncated,
             sample=scored,
             draw=trainer.datamodule.draw,  # type: ignore[attr-defined]
             group=module.actor.data_parallel_group,
@@ -250,13 +274,20 @@ class RolloutCallback(RLCallback):
         if self.engine is None:
             self._engine_model = module.actor_config.model
             self.engine = self.build_engine(trainer, self._directory_of(module))
+            if self.environment is not None:
+                self._episodes = episode_sampler(
+                    self.environment,
+                    self.turn_limits,
+                    trainer=trainer,
+                    module=module,
+                    max_model_len=self.max_model_len,
+                )
             if not self.weight_sync:
                 self.engine.load_weights(module.actor.get_per_tensor_param())
                 self.engine.weight_version = 0
         return self.engine
 
     def _directory_of(self, module: OnPolicyModule) -> str | Path:
-            mask_truncated=module.mask_truncated,
         """Where the engine finds config and tokenizer; a model given as a module is described in a temporary folder."""
         model = module.actor_config.model
         if not isinstance(model, nn.Module):

@@ -37,7 +37,7 @@ _ROWS = """
 reward/mean | mean reward of the rows that have one, over all ranks | reward
 reward/std | standard deviation of those rewards (population) | reward
 reward/failed | rows that were scored and have no reward; they do not train | rows
-reward/groups_without_signal | share of groups whose known rewards are all equal | fraction
+reward/groups_without_signal | share of groups whose rewards are all equal, over the rows that train | fraction
 reward/<component> | mean of one of several rewards, unweighted | reward
 reward/<component>/failed | rows on which that reward failed | rows
 reward/overlong_penalty | mean penalty for long responses, taken off the rewards | reward
@@ -47,7 +47,11 @@ rollout/response_length_max | those of the longest response | tokens
 rollout/num_tokens | prompt and response tokens of all rollouts | tokens
 rollout/trained_tokens | response tokens that train | tokens
 rollout/truncated_fraction | share of responses that hit the length limit | fraction
-rollout/skipped | rows that were never sampled, dropped or aborted | rows
+rollout/skipped | rows that were never sampled, dropped or aborted, or whose environment failed | rows
+rollout/turns_mean | mean turns that the policy took, per episode | turns
+rollout/turns_max | those of the longest episode | turns
+rollout/observation_tokens | mean tokens said to the policy between its turns, per episode | tokens
+rollout/failed_episodes | episodes whose environment failed or took too long; they do not train | episodes
 rollout/refill_rounds | further draws of prompts that dynamic sampling made | draws
 rollout/drawn_prompts | prompts that dynamic sampling drew for the step | prompts
 rollout/kept_groups | groups that dynamic sampling kept | groups
