@@ -25,9 +25,10 @@ if TYPE_CHECKING:
         WeightSync,
     )
     from lightning_rlhf.contracts.environment import Action, Environment, StepResult, Task
+    from lightning_rlhf.contracts.lora import LoRAConfig
     from lightning_rlhf.data import JSONLPrompts, PromptDataModule, ReasoningGymPrompts
     from lightning_rlhf.environments import ToolEnvironment
-    from lightning_rlhf.modules import GRPO, PPO
+    from lightning_rlhf.modules import GRPO, PPO, GRPOMixin
     from lightning_rlhf.rollout.episodes import TurnLimits
     from lightning_rlhf.strategies import FSDP2RLStrategy, MegatronRLStrategy, RLStrategy, UlyssesRLStrategy
 
@@ -37,9 +38,11 @@ _PUBLIC = {
     "Environment": "lightning_rlhf.contracts.environment",
     "FSDP2RLStrategy": "lightning_rlhf.strategies",
     "GRPO": "lightning_rlhf.modules",
+    "GRPOMixin": "lightning_rlhf.modules",
     "HFExport": "lightning_rlhf.callbacks",
     "HFRollout": "lightning_rlhf.callbacks",
     "JSONLPrompts": "lightning_rlhf.data",
+    "LoRAConfig": "lightning_rlhf.contracts.lora",
     "MegatronRLStrategy": "lightning_rlhf.strategies",
     "PPO": "lightning_rlhf.modules",
     "PromptDataModule": "lightning_rlhf.data",
@@ -67,9 +70,11 @@ __all__ = [
     "DynamicSampling",
     "Environment",
     "FSDP2RLStrategy",
+    "GRPOMixin",
     "HFExport",
     "HFRollout",
     "JSONLPrompts",
+    "LoRAConfig",
     "MegatronRLStrategy",
     "PromptDataModule",
     "RLCheckpoint",

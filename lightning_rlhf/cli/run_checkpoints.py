@@ -15,7 +15,9 @@ from torch import Tensor
 from lightning_rlhf.callbacks.checkpoint import WANDB_RUN_ID, is_whole
 from lightning_rlhf.cli.run import CONFIG_FILE
 from lightning_rlhf.cli.run_records import RecordError
+from lightning_rlhf.engines.adapter import merge_into
 from lightning_rlhf.engines.checkpoint import read_model
+from lightning_rlhf.modules.on_policy import COUNTERS_KEY
 from lightning_rlhf.strategies.checkpoints import MANIFEST, TRAINER_STATE
 
 _NAME = re.compile(r"rl_step=(\d+)(?:-v\d+)?\.ckpt$")
@@ -72,30 +74,52 @@ def wandb_run_id(checkpoint: Path) -> str | None:
     return None
 
 
-def actor_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+def actor_weights(checkpoint: Path, *, base: str) -> Iterator[tuple[str, Tensor]]:
     """The policy in a checkpoint: Hugging Face names and full tensors, in the dtype of training.
 
     Args:
         checkpoint: a whole one, of any number of ranks.
+        base: the model that the run started from, into which an adapter is merged.
+
+    Raises:
+        RecordError: for a layout that cannot be read here.
+    """
+    lora = adapter_of(checkpoint)
+    named = stored_actor(checkpoint)
+    return named if lora is None else merge_into(base, lora, named)
+
+
+def adapter_of(checkpoint: Path) -> dict[str, Any] | None:
+    """The settings of the adapter that a checkpoint holds; None if it holds a model's parameters.
 
     Raises:
         RecordError: for a layout that cannot be read here.
     """
     if checkpoint.is_dir():
-        actor = checkpoint / "actor"
-        backend = json.loads((checkpoint / MANIFEST).read_text()).get("backend")
-        if backend == "megatron" or not (actor / ".metadata").is_file():
-            raise RecordError(
-                f"{checkpoint}: exporting a checkpoint of the {backend or 'unknown'} back end is not possible yet; it "
-                f"reads those of torch, fsdp2 and ulysses. The run's own export (callbacks.export) writes an HF "
-                f"directory from any back end."
-            )
-        yield from _plain(read_model(actor), checkpoint)
+        _check_layout(checkpoint)
+    file = checkpoint / TRAINER_STATE if checkpoint.is_dir() else checkpoint
+    stored = torch.load(file, map_location="cpu", weights_only=True, mmap=not checkpoint.is_dir())
+    counters = stored.get(COUNTERS_KEY) if isinstance(stored, dict) else None
+    return counters.get("lora") if isinstance(counters, dict) else None
+
+
+def stored_actor(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds of the actor, as it is stored; see ``adapter_of`` for which can be read."""
+    if checkpoint.is_dir():
+        yield from read_model(checkpoint / "actor")
         return
     state = _state_of_file(checkpoint)
-    yield from _plain(
-        ((name.removeprefix(_ACTOR), tensor) for name, tensor in state.items() if name.startswith(_ACTOR)), checkpoint
-    )
+    yield from ((name.removeprefix(_ACTOR), tensor) for name, tensor in state.items() if name.startswith(_ACTOR))
+
+
+def _check_layout(checkpoint: Path) -> None:
+    backend = json.loads((checkpoint / MANIFEST).read_text()).get("backend")
+    if backend == "megatron" or not (checkpoint / "actor" / ".metadata").is_file():
+        raise RecordError(
+            f"{checkpoint}: exporting a checkpoint of the {backend or 'unknown'} back end is not possible yet; it "
+            f"reads those of torch, fsdp2 and ulysses. The run's own export (callbacks.export) writes an HF "
+            f"directory from any back end."
+        )
 
 
 def _state_of_file(checkpoint: Path) -> dict[str, Any]:
@@ -104,14 +128,3 @@ def _state_of_file(checkpoint: Path) -> dict[str, Any]:
     if not any(name.startswith(_ACTOR) for name in state):
         raise RecordError(f"{checkpoint} holds no actor of this package; its state begins with {list(state)[:3]}.")
     return state
-
-
-def _plain(named: Iterator[tuple[str, Tensor]], checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """Passes weights through; those of an adapter would need merging first."""
-    for name, tensor in named:
-        if ".lora_" in name or ".base_layer." in name:
-            raise RecordError(
-                f"{checkpoint} holds a LoRA adapter ({name}). Merging one from a checkpoint is not possible yet; the "
-                f"run's own export (callbacks.export) is."
-            )
-        yield name, tensor

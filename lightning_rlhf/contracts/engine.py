@@ -69,6 +69,9 @@ class EngineConfig:
         share_prompts: computes the tokens that rollouts of one prompt begin with once in a micro-batch, instead of
             once for each. Exact but for rounding, and off by default: it gains where prompts are long beside the
             responses, and not every back end has it.
+        lora: a ``contracts.lora.LoRAConfig`` or ``peft.LoraConfig``: trains a low-rank adapter and leaves the model
+            frozen; export merges it into copies, checkpoints hold it alone. None trains the parameters that have
+            ``requires_grad``: all of a model that is given by its path.
 
     Raises:
         ValueError: if both micro-batch limits are given, or a number is not positive.
@@ -86,6 +89,7 @@ class EngineConfig:
     logits_chunk_size: int = 512
     changes: bool = False
     share_prompts: bool = False
+    lora: object | None = None
 
     def __post_init__(self) -> None:
         """Refuses sizes that cannot be meant."""
@@ -131,12 +135,19 @@ class BaseEngine(ABC):
 
     can_share_prompts: ClassVar[bool] = False
     """Whether the back end computes a prompt once for its rollouts; see ``EngineConfig.share_prompts``."""
+    can_adapt: ClassVar[bool] = False
+    """Whether the back end trains adapters; see ``EngineConfig.lora``."""
 
     def __init__(self, config: EngineConfig, *, device: torch.device) -> None:
         if config.share_prompts and not self.can_share_prompts:
             raise ValueError(
                 f"share_prompts=True does not work with {type(self).__name__}, which computes every rollout's prompt "
                 f"by itself. Use the fsdp2 or torch back end, or share_prompts=False."
+            )
+        if config.lora is not None and not self.can_adapt:
+            raise ValueError(
+                f"lora= does not work with {type(self).__name__}, which trains all parameters of its model. Use the "
+                f"fsdp2, ulysses or torch back end, or lora=None."
             )
         self.config = config
         self.device = device

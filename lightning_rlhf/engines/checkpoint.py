@@ -39,6 +39,7 @@ def save(
     lr_scheduler: LRScheduler | None,
     *,
     group: dist.ProcessGroup | None,
+    trained_only: bool = False,
 ) -> None:
     """Writes the state into the folder ``path``. Collective over ``group``.
 
@@ -48,6 +49,7 @@ def save(
         optimizer: of the model's parameters, or None.
         lr_scheduler: of the optimizer, or None.
         group: the ranks that hold the model's parts; None for one process.
+        trained_only: leave out what has no gradient: the frozen base of an adapter.
 
     Raises:
         FileExistsError: if the folder holds a checkpoint: overwriting it in place could leave a mixture of two.
@@ -59,7 +61,7 @@ def save(
     torch.save(_numbers(optimizer, lr_scheduler), numbers)
     _check_loads(numbers)
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {f"model.{name}": value for name, value in _model_tensors(model).items()}
+    tensors = {f"model.{name}": value for name, value in _model_tensors(model, trained_only).items()}
     names = _parameter_names(model)
     if optimizer is not None:
         for parameter, state in optimizer.state.items():
@@ -86,6 +88,7 @@ def load(
     lr_scheduler: LRScheduler | None,
     *,
     group: dist.ProcessGroup | None,
+    trained_only: bool = False,
 ) -> None:
     """Reads what ``save`` wrote, into the given objects. Collective over ``group``.
 
@@ -95,6 +98,7 @@ def load(
         optimizer: of the same kind, with the same groups.
         lr_scheduler: of the same kind, or None.
         group: the ranks that hold the model's parts; None for one process.
+        trained_only: leave out what has no gradient: the frozen base of an adapter.
 
     Raises:
         ValueError: if the checkpoint has no optimizer or schedule where there is one, or other parameter groups.
@@ -102,7 +106,13 @@ def load(
     numbers = torch.load(path / NUMBERS_FILE, weights_only=True, map_location="cpu")
     reader = SafeFileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
-    tensors = {f"model.{name}": value for name, value in _model_tensors(model).items()}
+    tensors = {f"model.{name}": value for name, value in _model_tensors(model, trained_only).items()}
+    missing = [name.removeprefix("model.") for name in tensors if name not in stored]
+    if missing:
+        raise ValueError(
+            f"The checkpoint {path} lacks {len(missing)} tensors of this model, {missing[0]} first. Was it saved with "
+            f"another model, or with (without) lora?"
+        )
     states: dict[Tensor, dict[str, Tensor]] = {}
     if optimizer is not None:
         states = _empty_states(optimizer, _parameter_names(model), stored)
@@ -149,12 +159,12 @@ def _one_process_is_meant() -> Iterator[None]:
         yield
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _model_tensors(model: nn.Module, trained_only: bool) -> dict[str, Tensor]:
     """Parameters and persistent buffers, each once: a tied weight under its first name."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
+        if id(value) not in seen and (value.requires_grad or not trained_only):
             seen.add(id(value))
             found[name] = value.detach()
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from lightning_rlhf.batching.micro_batch import plan_micro_batches
 from lightning_rlhf.batching.shared_prompts import SharedPrefix, among, find_shared_prefixes
 from lightning_rlhf.contracts.engine import BaseEngine, LossFunction, OptimizerStepResult
 from lightning_rlhf.engines import checkpoint
+from lightning_rlhf.engines.adapter import adapter_disabled, merged_parameters, whole
 from lightning_rlhf.engines.hf_model import PackedCausalLM, PackedModel, load_causal_lm
 from lightning_rlhf.engines.shared_stream import shared_stream
 from lightning_rlhf.metrics import Metric, merge_metrics
@@ -36,6 +38,7 @@ class HFEngine(BaseEngine):
     """
 
     can_share_prompts = True
+    can_adapt = True
 
     @abstractmethod
     def place(self, model: PackedModel) -> None:
@@ -54,14 +57,19 @@ class HFEngine(BaseEngine):
         """Loads the model, places it, builds optimizer and schedule. Collective."""
         trained = self.config.optimizer is not None
         causal_lm = load_causal_lm(
-            self.config.model, trained=trained, gradient_checkpointing=self.config.gradient_checkpointing
+            self.config.model,
+            trained=trained,
+            gradient_checkpointing=self.config.gradient_checkpointing,
+            lora=self.config.lora,
         )
         model = self.wrap(causal_lm)
         model.check()
         self.place(model)
         self.module = model.train(trained)
         if self.config.optimizer is not None:
-            self.optimizer = self.config.optimizer(self.module.parameters())
+            self.optimizer = self.config.optimizer(
+                parameter for parameter in self.module.parameters() if parameter.requires_grad
+            )
             if self.config.lr_schedule is not None:
                 self.lr_scheduler = self.config.lr_schedule(self.optimizer)
 
@@ -284,11 +292,18 @@ class HFEngine(BaseEngine):
         """Yields ``(hf_name, full tensor)``, one at a time, detached, in the model's order. Collective.
 
         A head tied to the embedding has no entry of its own. Every rank must drain the generator: a consumer that
-        fails on one rank goes on drawing, or the others wait for it in a gather.
+        fails on one rank goes on drawing, or the others wait for it in a gather. An adapter is merged into copies.
         """
+        if self.config.lora is not None:
+            yield from merged_parameters(self.hf_model)
+            return
         for name, parameter in self.hf_model.named_parameters():
-            detached = parameter.detach()
-            yield name, detached.full_tensor() if isinstance(detached, DTensor) else detached
+            yield name, whole(parameter)
+
+    @override
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Within it the model is the frozen base of its adapter; for forward passes without gradients."""
+        return super().disable_adapter() if self.config.lora is None else adapter_disabled(self.hf_model)
 
     @property
     def state_group(self) -> dist.ProcessGroup | None:
@@ -297,11 +312,25 @@ class HFEngine(BaseEngine):
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes parameters, optimizer state and schedule into the folder ``path``. Collective."""
-        checkpoint.save(path, self.hf_model, self.optimizer, self.lr_scheduler, group=self.state_group)
+        checkpoint.save(
+            path,
+            self.hf_model,
+            self.optimizer,
+            self.lr_scheduler,
+            group=self.state_group,
+            trained_only=self.config.lora is not None,
+        )
 
     def load_checkpoint(self, path: Path) -> None:
         """Reads what ``save_checkpoint`` wrote, also on another number of ranks. Collective."""
-        checkpoint.load(path, self.hf_model, self.optimizer, self.lr_scheduler, group=self.state_group)
+        checkpoint.load(
+            path,
+            self.hf_model,
+            self.optimizer,
+            self.lr_scheduler,
+            group=self.state_group,
+            trained_only=self.config.lora is not None,
+        )
 
     def to(self, device: torch.device, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves the named parts between device and host memory.

@@ -17,12 +17,15 @@ from transformers.utils import logging as hf_logging
 from typing_extensions import override
 
 from lightning_rlhf.algorithms.log_probs import token_log_probs
+from lightning_rlhf.engines.adapter import add_adapter
 from lightning_rlhf.engines.packed_attention import PACKED_ATTENTION
 from lightning_rlhf.engines.packed_layout import PackedLayout
 from lightning_rlhf.engines.shared_stream import SharedStream
 
 
-def load_causal_lm(model: str | Path | nn.Module, *, trained: bool, gradient_checkpointing: bool) -> PreTrainedModel:
+def load_causal_lm(
+    model: str | Path | nn.Module, *, trained: bool, gradient_checkpointing: bool, lora: object | None = None
+) -> PreTrainedModel:
     """The model of one engine, on the CPU or where the given module is, in fp32.
 
     A module is taken as it is when it trains, and copied when it does not: a frozen reference made from the actor's
@@ -30,12 +33,14 @@ def load_causal_lm(model: str | Path | nn.Module, *, trained: bool, gradient_che
 
     Args:
         model: a Hugging Face directory or id, or a causal language model of transformers.
-        trained: whether parameters get gradients.
+        trained: whether parameters get gradients: all of a model that is loaded, those of a module that have
+            ``requires_grad``.
         gradient_checkpointing: recompute each layer's activations in the backward.
+        lora: an adapter, which then alone gets gradients; see ``EngineConfig.lora``.
 
     Raises:
         TypeError: for a module that is not transformers'.
-        ValueError: for a module that another engine has sharded.
+        ValueError: for a module that another engine has sharded, or that is to train and is frozen.
     """
     if isinstance(model, nn.Module):
         if not isinstance(model, PreTrainedModel):
@@ -52,7 +57,16 @@ def load_causal_lm(model: str | Path | nn.Module, *, trained: bool, gradient_che
     else:
         with _no_progress_bar():  # one from each rank and engine would run through each other
             loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32)
-    loaded = loaded.float().requires_grad_(trained)
+    loaded = loaded.float()
+    if lora is not None:
+        add_adapter(loaded, lora)
+    if not trained:
+        loaded.requires_grad_(False)
+    elif not any(parameter.requires_grad for parameter in loaded.parameters()):
+        raise ValueError(
+            f"All parameters of the {type(loaded).__name__} are frozen (requires_grad=False), so there is nothing to "
+            f"train. Free those that should, or train an adapter (lora=)."
+        )
     loaded.set_attn_implementation(PACKED_ATTENTION)
     if gradient_checkpointing:
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

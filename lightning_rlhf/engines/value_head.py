@@ -45,7 +45,7 @@ class ValueModel(nn.Module):
         self.score = nn.utils.skip_init(nn.Linear, self.config.get_text_config().hidden_size, 1, bias=False)
         nn.init.zeros_(self.score.weight)
         self.score.to(device=base.device, dtype=torch.float32)
-        self.requires_grad_(any(parameter.requires_grad for parameter in base.parameters()))
+        self.score.requires_grad_(any(parameter.requires_grad for parameter in base.parameters()))
 
     @property
     def base_model(self) -> nn.Module:

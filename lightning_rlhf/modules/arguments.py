@@ -53,7 +53,7 @@ def check_policy_loss(
     check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
 
 
-def check_reference(*, kl_coef: float, every: int | None, share: float) -> None:
+def check_reference(*, kl_coef: float, every: int | None, share: float, has_adapter: bool = False) -> None:
     """What a reference that follows the actor asks of its arguments.
 
     Raises:
@@ -65,6 +65,11 @@ def check_reference(*, kl_coef: float, every: int | None, share: float) -> None:
         if share != 1:
             raise ValueError(f"reference_share={share} without reference_every: say after how many RL steps it moves.")
         return
+    if has_adapter:
+        raise ValueError(
+            f"reference_every={every} moves a reference, but with lora the reference is the actor's frozen base. Leave "
+            f"one of the two out."
+        )
     if every < 1:
         raise ValueError(f"reference_every must be at least 1 RL step, got {every}; None keeps the reference.")
     if kl_coef == 0:

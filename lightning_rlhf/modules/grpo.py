@@ -74,6 +74,8 @@ class GRPO(ClippedPolicyModule):
         max_grad_norm: global gradient norm above which gradients are scaled down; None never.
         gradient_checkpointing: recompute activations in the backward.
         logits_chunk_size: tokens whose logits are held at a time.
+        lora: a ``LoRAConfig`` or ``peft.LoraConfig``; the parameters stay frozen and a low-rank adapter trains, the
+            reference is the model without it, and exports are merged. None trains the parameters.
         mask_truncated: leave responses that hit the length limit out of the loss (DAPO's overlong filtering).
         overlong_max_tokens: DAPO's soft overlong penalty takes 1 off the reward of a training response of this length,
             see ``rewards.soft_overlong_penalty``; None takes nothing off.
@@ -125,6 +127,7 @@ class GRPO(ClippedPolicyModule):
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool = False,
         logits_chunk_size: int = 512,
+        lora: object | None = None,
         mask_truncated: bool = False,
         overlong_max_tokens: int | None = None,
         overlong_cache_tokens: int | None = None,
@@ -173,6 +176,7 @@ class GRPO(ClippedPolicyModule):
             max_grad_norm=max_grad_norm,
             gradient_checkpointing=gradient_checkpointing,
             logits_chunk_size=logits_chunk_size,
+            lora=lora,
             mask_truncated=mask_truncated,
             max_rl_steps=max_rl_steps,
             seed=seed,

@@ -25,7 +25,7 @@ from lightning_rlhf.contracts.engine import (
     OptimizerFactory,
 )
 from lightning_rlhf.modules.arguments import check_arguments
-from lightning_rlhf.modules.engine_owner import EngineOwner
+from lightning_rlhf.modules.reference import ReferenceOwner
 from lightning_rlhf.modules.step_data import StepData, build_step_data
 from lightning_rlhf.modules.step_metrics import component_rewards, rollout_metrics
 from lightning_rlhf.rewards import RewardFunction, score
@@ -35,7 +35,7 @@ from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, PromptBat
 COUNTERS_KEY = "lightning_rlhf"
 
 
-class OnPolicyModule(EngineOwner):
+class OnPolicyModule(ReferenceOwner):
     """A LightningModule whose training_step is one RL step; GRPO and PPO derive from it.
 
     A subclass gives the advantage estimator and the policy loss. Optimization is manual: one ``training_step`` takes
@@ -58,6 +58,7 @@ class OnPolicyModule(EngineOwner):
         max_grad_norm: global gradient norm above which gradients are scaled down; None never.
         gradient_checkpointing: recompute activations in the backward.
         logits_chunk_size: tokens whose logits are held at a time.
+        lora: trains an adapter in place of the parameters, see ``EngineConfig.lora``.
         mask_truncated: leave responses that hit the length limit out of the loss and its denominators.
         max_rl_steps: RL steps after which training ends; None leaves it to the Trainer.
         seed: draws the mini-batches.
@@ -84,6 +85,7 @@ class OnPolicyModule(EngineOwner):
         max_grad_norm: float | None,
         gradient_checkpointing: bool,
         logits_chunk_size: int,
+        lora: object | None,
         mask_truncated: bool,
         max_rl_steps: int | None,
         seed: int,
@@ -107,6 +109,7 @@ class OnPolicyModule(EngineOwner):
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             gradient_checkpointing=gradient_checkpointing,
             logits_chunk_size=logits_chunk_size,
+            lora=lora,
         )
         self.reward = reward
         self.aggregation: AggregationMode = aggregation
@@ -119,7 +122,6 @@ class OnPolicyModule(EngineOwner):
         self.last_metrics: dict[str, float] = {}
         self.step_data: StepData | None = None
         self._tokenizer = tokenizer
-        self._reference: BaseEngine | None = None
         self._rng_to_restore: dict[str, Any] | None = None
 
     # --- what an algorithm is -----------------------------------------------------------------------------------
@@ -254,10 +256,7 @@ class OnPolicyModule(EngineOwner):
             experience = dataclasses.replace(experience, old_log_probs=old)
         # else the one update starts from the weights that old log-probs would be computed with: the ratio's
         # denominator is its own numerator, detached, and a second forward would give the same numbers
-        if self._reference is not None:
-            with self.timed("ref_log_probs"):
-                ref = self._reference.infer_batch(experience).log_probs
-            experience = dataclasses.replace(experience, ref_log_probs=ref)
+        experience = dataclasses.replace(experience, ref_log_probs=self.reference_log_probs(experience))
         with self.timed("experience"):
             return self.add_advantages(dataclasses.replace(data, experience=experience))
 
@@ -320,13 +319,6 @@ class OnPolicyModule(EngineOwner):
         return self._engines["actor"]
 
     @property
-    def reference(self) -> BaseEngine:
-        """The engine of the model that the KL is measured against."""
-        if self._reference is None:
-            raise RuntimeError("There is no reference: kl_coef is 0, or Trainer.fit, validate or test has not begun.")
-        return self._reference
-
-    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded on first use."""
         if self._tokenizer is None and isinstance(self.actor_config.model, nn.Module):
@@ -340,17 +332,10 @@ class OnPolicyModule(EngineOwner):
     @override
     def configure_model(self) -> None:
         if self.has_engines():
-            if self._reference is not None:
-                self._check_engine("reference", self._reference)
+            self.check_reference_engine()
             return
         if self.uses_reference:
-            # first: the actor's engine may shard in place the very module that the reference is copied from
-            reference = dataclasses.replace(
-                self.actor_config, role="reference", optimizer=None, lr_schedule=None, changes=self.reference_moves
-            )
-            self._reference = self.create_engine("language_model", reference)
-            if self.reference_moves:
-                self.engine_modules["reference"] = self._reference.module
+            self.add_reference(self.actor_config, moves=self.reference_moves)
         self.add_trained_engine("language_model", self.actor_config)
 
     # --- Trainer hooks ------------------------------------------------------------------------------------------

@@ -87,6 +87,8 @@ class PPO(ClippedPolicyModule):
         max_grad_norm: global gradient norm above which gradients are scaled down, actor and critic each; None never.
         gradient_checkpointing: recompute activations in the backward.
         logits_chunk_size: tokens whose logits are held at a time.
+        lora: a ``LoRAConfig`` or ``peft.LoraConfig``; the actor's parameters stay frozen and a low-rank adapter trains,
+            the reference is the model without it, and exports are merged. None trains the parameters.
         mask_truncated: leave responses that hit the length limit out of both losses.
         compat: ``"verl"`` or ``"trl"`` takes that library's choice where libraries disagree and no other argument says
             otherwise, see ``docs/algorithms.md``.
@@ -142,6 +144,7 @@ class PPO(ClippedPolicyModule):
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool = False,
         logits_chunk_size: int = 512,
+        lora: object | None = None,
         mask_truncated: bool = False,
         compat: Compat | None = None,
         max_rl_steps: int | None = None,
@@ -182,6 +185,7 @@ class PPO(ClippedPolicyModule):
             max_grad_norm=max_grad_norm,
             gradient_checkpointing=gradient_checkpointing,
             logits_chunk_size=logits_chunk_size,
+            lora=lora,
             mask_truncated=mask_truncated,
             max_rl_steps=max_rl_steps,
             seed=seed,
@@ -207,6 +211,7 @@ class PPO(ClippedPolicyModule):
             model=copy.deepcopy(critic) if isinstance(critic, nn.Module) else critic,
             optimizer=critic_optimizer or optimizer,
             lr_schedule=critic_lr_schedule,
+            lora=None,  # its head starts from nothing, and values need the whole decoder
         )
         self.critic_mini_batch_size = mini_batch_size if critic_mini_batch_size is None else critic_mini_batch_size
         if (

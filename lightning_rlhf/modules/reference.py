@@ -1,11 +1,74 @@
-"""Moves the reference to where the actor is, or part of the way."""
+"""The model that a policy's KL is measured against: where it is kept, and how it follows the actor."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_rlhf.contracts.engine import BaseEngine
+from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig
+from lightning_rlhf.modules.engine_owner import EngineOwner
+from lightning_rlhf.types import Experience
+
+
+class ReferenceOwner(EngineOwner):
+    """Keeps the reference: an engine of its own, or, where the actor trains an adapter, the actor without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reference: BaseEngine | None = None
+        self._reference_is_base = False
+
+    @property
+    def reference(self) -> BaseEngine:
+        """The engine of the model that the KL is measured against.
+
+        Raises:
+            RuntimeError: if there is none of its own.
+        """
+        if self._reference is None:
+            raise RuntimeError(
+                "There is no reference engine: kl_coef is 0, the actor trains an adapter (and is its own reference "
+                "without it), or Trainer.fit, validate or test has not begun."
+            )
+        return self._reference
+
+    def check_reference_engine(self) -> None:
+        """Hands the reference that an earlier Trainer has had built to this one's strategy.
+
+        Raises:
+            ValueError: if it does not fit.
+        """
+        if self._reference is not None:
+            self._check_engine("reference", self._reference)
+
+    def add_reference(self, actor: EngineConfig, *, moves: bool) -> None:
+        """Builds the reference from the actor's config, before the actor shards the module it may be given. Collective.
+
+        Args:
+            actor: how the actor is trained; with an adapter, no second model is held.
+            moves: whether it follows the actor, so that checkpoints hold it.
+        """
+        if actor.lora is not None:
+            self._reference_is_base = True
+            return
+        config = dataclasses.replace(actor, role="reference", optimizer=None, lr_schedule=None, changes=moves)
+        self._reference = self.create_engine("language_model", config)
+        if moves:
+            self.engine_modules["reference"] = self._reference.module
+
+    def reference_log_probs(self, experience: Experience) -> Tensor | None:
+        """``[num_tokens]`` of this rank's rows; None without a reference. Collective."""
+        if self._reference is None and not self._reference_is_base:
+            return None
+        with self.timed("ref_log_probs"):
+            if self._reference is not None:
+                return self._reference.infer_batch(experience).log_probs
+            actor = self._engines["actor"]
+            with actor.disable_adapter():
+                return actor.infer_batch(experience).log_probs
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ def test_what_cannot_be_exported_is_refused_by_name(
         assert not (tmp_path / "hf" / "config.json").exists()
         return capsys.readouterr().err
 
-    assert "merging a LoRA adapter" in refused(str(root), "--merge-lora")
+    assert "not an adapter; leave out --adapter" in refused(str(root), "--adapter")
     assert "neither a checkpoint nor the folder of a run" in refused(str(tmp_path / "nowhere"))
     assert "dtype must name a floating dtype" in refused(str(root), "--dtype", "int8")
     (root / "config.yaml").rename(tmp_path / "config.yaml")
