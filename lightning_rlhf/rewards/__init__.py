@@ -6,6 +6,7 @@ A reward is any callable ``reward(prompts, responses, metadata)`` that gives one
 from __future__ import annotations
 
 from lightning_rlhf.rewards.code import CodeReward
+from lightning_rlhf.rewards.deadline import FunctionLimits, LimitedFunction
 from lightning_rlhf.rewards.environment import EnvironmentReward, reads_environment
 from lightning_rlhf.rewards.extract import Extraction, extract_answer
 from lightning_rlhf.rewards.function import RewardFunction, WeightedRewards, reward_name, score
@@ -24,6 +25,8 @@ __all__ = [
     "EnvironmentReward",
     "Extraction",
     "Failure",
+    "FunctionLimits",
+    "LimitedFunction",
     "MathVerifyReward",
     "ModelReward",
     "ReasoningGymReward",

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_rlhf.rewards.deadline import OverDeadlineError, call_within, limits_of
 from lightning_rlhf.rewards.scores import Failure, RewardBrokenError, Scores
 
 RewardFunction: TypeAlias = Callable[
@@ -90,8 +92,8 @@ def score(reward: RewardFunction, prompts: list[str], responses: list[str], meta
     """Calls a reward on a batch.
 
     If the call raises, the reward is called again on one row at a time and only the rows that raise by themselves
-    fail; a reward with side effects must therefore bear a second call on a row. None, NaN and infinity fail their
-    row.
+    fail; a reward with side effects must therefore bear a second call on a row. So it is if a plain function takes
+    longer than ``FunctionLimits`` says, and a row that hangs by itself fails. None, NaN and infinity fail their row.
 
     Args:
         reward: any callable of ``(prompts, responses, metadata)``, or ``WeightedRewards``.
@@ -125,14 +127,24 @@ def reward_name(reward: RewardFunction) -> str:
 def _score_one(
     reward: RewardFunction, name: str, prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]
 ) -> Scores:
+    limits = limits_of(reward)
+    batch_seconds, row_seconds = (limits.batch_seconds, limits.row_seconds) if limits else (math.inf, math.inf)
+    rows = zip(prompts, responses, metadata, strict=True)
     try:
-        given = reward(prompts, responses, metadata)
+        given = call_within(batch_seconds, reward, prompts, responses, metadata)
     except RewardBrokenError:
         raise
+    except OverDeadlineError as over:
+        warnings.warn(
+            f"Reward {name}, called with {len(responses)} rows, is {over}. It is called row by row. LimitedFunction "
+            "gives it other limits; TimeLimited gives each row one.",
+            stacklevel=2,
+        )
+        values = [row_value(reward, *row, seconds=row_seconds) for row in rows]
     except Exception:  # noqa: BLE001 - a user's code may raise anything; each row's own error is kept below
-        values = [row_value(reward, *row) for row in zip(prompts, responses, metadata, strict=True)]
+        values = [row_value(reward, *row, seconds=row_seconds) for row in rows]
     else:
-        _check_length(name, len(given), len(responses))
+        _check_length(name, given, len(responses))
         values = [_as_number(value) for value in given]
     failures = {row: value.reason for row, value in enumerate(values) if isinstance(value, Failure)}
     rewards = torch.tensor([math.nan if isinstance(value, Failure) else value for value in values])
@@ -147,27 +159,42 @@ def _score_one(
     )
 
 
-def row_value(reward: RewardFunction, prompt: str, response: str, metadata: dict[str, Any]) -> float | Failure:
+def row_value(
+    reward: RewardFunction, prompt: str, response: str, metadata: dict[str, Any], *, seconds: float = math.inf
+) -> float | Failure:
     """What a reward gives for one row, asked for it alone.
+
+    Args:
+        reward: any callable of ``(prompts, responses, metadata)``.
+        prompt: the row's.
+        response: likewise.
+        metadata: likewise.
+        seconds: wall time after which the row has failed.
 
     Raises:
         ValueError: if it does not give one value.
         RewardBrokenError: if the reward itself does.
     """
     try:
-        given = reward([prompt], [response], [metadata])
+        given = call_within(seconds, reward, [prompt], [response], [metadata])
     except RewardBrokenError:
         raise
+    except OverDeadlineError as over:
+        return Failure(str(over), "wall")
     except Exception as error:  # noqa: BLE001 - a user's code may raise anything; the reason is reported with the row
         return Failure(f"{type(error).__name__}: {error}", "memory" if isinstance(error, MemoryError) else "error")
-    _check_length(reward_name(reward), len(given), 1)
+    _check_length(reward_name(reward), given, 1)
     return _as_number(given[0])
 
 
-def _check_length(name: str, given: int, expected: int) -> None:
-    if given != expected:
+def _check_length(name: str, given: Any, expected: int) -> None:
+    if not isinstance(given, Sized) or isinstance(given, str | bytes | Mapping):
         raise ValueError(
-            f"Reward {name} gave {given} values for {expected} responses; it must give one per response, in order "
+            f"Reward {name} gave a {type(given).__name__}; it must give a list with one number per response, in order."
+        )
+    if len(given) != expected:
+        raise ValueError(
+            f"Reward {name} gave {len(given)} values for {expected} responses; it must give one per response, in order "
             "(None for a row that it cannot score)."
         )
 
