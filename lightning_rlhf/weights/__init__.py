@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_rlhf.weights import kimi  # noqa: F401 (registers the name with the reason why it is refused)
 from lightning_rlhf.weights.channel import PeerError
 from lightning_rlhf.weights.delta import DeltaCheckpointEngine
 from lightning_rlhf.weights.disk import DiskCheckpointEngine
