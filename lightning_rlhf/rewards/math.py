@@ -7,15 +7,18 @@ from decimal import Decimal
 from typing import Any
 
 # GSM8K writes its answers as "#### 42": an optional sign and currency, digits with or without commas, decimals.
-_MARKED_NUMBER = re.compile(r"####[ \t]*([-+]?)\$?([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
-_PLAIN_NUMBER = re.compile(r"\s*([-+]?)\$?([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)\s*")
+_NUMBER = r"\$?([-+]?)\$?([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+# What makes "5/2", "5^2", "5e3", "5:30" or "3.5.1" another number than the one that it begins with.
+_MORE = r"([/:^.][0-9]|\*\*|[eE][-+]?[0-9])?"
+_MARKED_NUMBER = re.compile(rf"####[ \t]*{_NUMBER}{_MORE}")
+_PLAIN_NUMBER = re.compile(rf"\s*{_NUMBER}\s*")
 
 
 def gsm8k_reward(prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float]:
     """1 if the number behind the response's last ``####`` equals the truth, else 0.
 
     Text may follow the number. Numbers are compared exactly and as decimals, at any length: ``1,234.0`` equals
-    ``1234``. A response without a marked number is wrong.
+    ``1234``. A response without a marked number is wrong, and so is one whose last is part of an expression, ``5/2``.
 
     Args:
         prompts: not read.
@@ -38,7 +41,10 @@ def gsm8k_reward(prompts: list[str], responses: list[str], metadata: list[dict[s
 
 def _last_marked(text: str) -> Decimal | None:
     found = _MARKED_NUMBER.findall(text)
-    return _decimal(*found[-1]) if found else None
+    if not found:
+        return None
+    sign, digits, more = found[-1]
+    return None if more else _decimal(sign, digits)
 
 
 def _truth(answer: Any) -> Decimal:

@@ -41,6 +41,16 @@ def test_h03_text_after_the_answer_and_the_last_marker(response: str, answer: st
         ("#### 42", "42.5", 0.0),
         ("#### .5", 0.5, 1.0),
         ("#### forty-two", "42", 0.0),
+        ("#### $-42", "-42", 1.0),
+        ("#### 42% of them", "42", 1.0),
+        ("#### 1,234.50", "1234.5", 1.0),
+        ("#### 42/5", "42", 0.0),
+        ("#### 42^2", "42", 0.0),
+        ("#### 42**2", "42", 0.0),
+        ("#### 42e3", "42", 0.0),
+        ("#### 12:30", "12", 0.0),
+        ("#### 4.2.1", "4.2", 0.0),
+        ("#### 42, or rather #### 42/5", "42", 0.0),
     ],
 )
 def test_numbers_are_compared_exactly(response: str, answer: Any, expected: float) -> None:
