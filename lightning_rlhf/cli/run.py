@@ -9,9 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import yaml
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -39,8 +37,6 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ConfigError: if it cannot be run.
     """
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        cfg.run_dir = HydraConfig.get().runtime.output_dir  # each job of a sweep has its own
     # of Lightning 2.6 about PyTorch's own names, four times in every run: nothing that a user could mend
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     values = validate(cfg)
@@ -50,13 +46,14 @@ def run(cfg: DictConfig) -> None:
     module = build("algorithm", cfg)
     trainer = build_trainer(cfg)
     save_config(cfg)
+    log_config(cfg, trainer)
     print_summary(cfg, values, trainer, moved_to=moved)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path)
     finally:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RolloutCallback):
-                callback.shutdown()  # the next job of a sweep builds its own engine
+                callback.shutdown()
 
 
 def build(key: str, cfg: DictConfig, **arguments: Any) -> Any:
@@ -132,6 +129,13 @@ def keep_earlier_run(cfg: DictConfig) -> Path | None:
         number += 1
     folder.rename(target)
     return Path(cfg.run_dir).with_name(target.name)
+
+
+def log_config(cfg: DictConfig, trainer: pl.Trainer) -> None:
+    """Gives loggers the resolved configuration, so that runs can be compared by it; rank 0's alone take it."""
+    resolved = OmegaConf.to_container(cfg, resolve=True)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(resolved)  # type: ignore[arg-type]
 
 
 @rank_zero_only

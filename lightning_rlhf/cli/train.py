@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -15,6 +17,7 @@ from lightning_rlhf.cli.groups import CONFIGS
 from lightning_rlhf.cli.overrides import allow_defaults, explain
 from lightning_rlhf.cli.run import run
 from lightning_rlhf.cli.targets import ConfigError
+from lightning_rlhf.cli.trial import run_trial
 
 BAD_CONFIG = 2
 """Exit status when the configuration cannot be run; other failures have 1."""
@@ -34,13 +37,16 @@ def main() -> None:
     composed = False
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name="train")
-    def application(cfg: DictConfig) -> None:
+    def application(cfg: DictConfig) -> float | None:
         nonlocal composed
         composed = True
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            return run_trial()
         try:
             run(cfg)
         except ConfigError as error:
             _refuse(str(error))
+        return None
 
     try:
         application()

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_rlhf.modules.metric_axis import show_by_rl_step
 
 
 class StepRecord(pl.LightningModule):
@@ -17,6 +20,11 @@ class StepRecord(pl.LightningModule):
         self._timings: dict[str, float] = {}
         self._timed_inside: list[float] = []
         self._noted: dict[str, float] = {}
+
+    @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        show_by_rl_step(self.trainer.loggers)
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
         """Adds a callback's metrics to those of the RL step under way; a later value of a name replaces an earlier."""

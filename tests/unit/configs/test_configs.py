@@ -23,7 +23,12 @@ from lightning_rlhf.strategies import MegatronRLStrategy
 
 SNAPSHOT = Path(__file__).with_name("default.yaml")
 CONFIGS = Path(str(files("lightning_rlhf.configs")))
-GROUPS = sorted(folder.name for folder in CONFIGS.iterdir() if folder.is_dir() and not folder.name.startswith("_"))
+# sweep/ holds files for `wandb sweep`
+GROUPS = sorted(
+    folder.name
+    for folder in CONFIGS.iterdir()
+    if folder.is_dir() and not folder.name.startswith("_") and folder.name != "sweep"
+)
 OPTIONS = sorted((group, file.stem) for group in GROUPS for file in (CONFIGS / group).glob("*.yaml"))
 NEEDS = {
     # what an option asks of the command line
