@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.callbacks.served_rollout import ServerSettings, build_served_engine
 from lightning_rlhf.contracts.environment import EnvironmentFactory
-from lightning_rlhf.contracts.rollout import RolloutEngine
+from lightning_rlhf.contracts.rollout import Guide, RolloutEngine
 from lightning_rlhf.modules.on_policy import OnPolicyModule
 from lightning_rlhf.rollout.episodes import TurnLimits
 from lightning_rlhf.types import PromptBatch
@@ -36,6 +37,9 @@ class VLLMRollout(RolloutCallback):
         max_staleness: policy versions that a group may be older than the step that trains on it; 0 is synchronous.
         over_sampling: groups under way for each that a step takes; the step goes on with those that finish first.
         server: more of ``ServerSettings``, by name.
+        guide: a form that every response (with an environment every turn) has: ``rl.Guide(regex=...)``,
+            ``rl.Guide(json_schema=...)`` or ``rl.Guide(choice=[...])``. What it rules out is not sampled, and counts as
+            impossible in the rollout's log-probs but not in the trainer's.
         dtype: of vLLM's weights, ``"float32"`` or ``"bfloat16"``; None follows ``Trainer(precision=)``.
         max_num_seqs: responses sampled side by side.
         kv_cache_bytes: memory of the key-value cache.
@@ -56,6 +60,7 @@ class VLLMRollout(RolloutCallback):
         max_staleness: int = 0,
         over_sampling: float = 1.0,
         server: dict[str, Any] | None = None,
+        guide: Guide | None = None,
         dtype: str | None = None,
         max_num_seqs: int = 64,
         kv_cache_bytes: int = 512 * 2**20,
@@ -91,6 +96,8 @@ class VLLMRollout(RolloutCallback):
             environment=environment,
             turn_limits=turn_limits,
         )
+        self.sampling = dataclasses.replace(self.sampling, guide=guide)
+        self.eval_sampling = dataclasses.replace(self.eval_sampling, guide=guide)
         if mode not in ("colocated", "server"):
             raise ValueError(f"VLLMRollout(mode={mode!r}): expected 'colocated' or 'server'.")
         self.server = ServerSettings(

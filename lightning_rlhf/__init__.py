@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from lightning_rlhf.contracts.environment import Action, Environment, StepResult, Task
     from lightning_rlhf.contracts.lora import LoRAConfig
+    from lightning_rlhf.contracts.rollout import Guide
     from lightning_rlhf.data import JSONLPrompts, PromptDataModule, ReasoningGymPrompts
     from lightning_rlhf.environments import ToolEnvironment
     from lightning_rlhf.modules import GRPO, PPO, GRPOMixin
@@ -39,6 +40,7 @@ _PUBLIC = {
     "FSDP2RLStrategy": "lightning_rlhf.strategies",
     "GRPO": "lightning_rlhf.modules",
     "GRPOMixin": "lightning_rlhf.modules",
+    "Guide": "lightning_rlhf.contracts.rollout",
     "HFExport": "lightning_rlhf.callbacks",
     "HFRollout": "lightning_rlhf.callbacks",
     "JSONLPrompts": "lightning_rlhf.data",
@@ -71,6 +73,7 @@ __all__ = [
     "Environment",
     "FSDP2RLStrategy",
     "GRPOMixin",
+    "Guide",
     "HFExport",
     "HFRollout",
     "JSONLPrompts",

@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from lightning_rlhf.types import PromptBatch, Rollouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guide:
+    """A form that every response has: what would leave it cannot be sampled. Exactly one of the three is given.
+
+    Attributes:
+        regex: a regular expression that the whole response matches.
+        json_schema: a JSON schema that it follows.
+        choice: texts, one of which it is.
+
+    Raises:
+        ValueError: for none or several of them.
+    """
+
+    regex: str | None = None
+    json_schema: Mapping[str, Any] | None = None
+    choice: Sequence[str] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        given = [self.regex is not None, self.json_schema is not None, bool(self.choice)]
+        if sum(given) != 1 or isinstance(self.choice, str):
+            raise ValueError(f"A Guide has one of regex, json_schema and choice (a list of texts), got {self}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +51,7 @@ class SamplingConfig:
         stop: strings that end a response; ids and log-probs end at the token that completes the string.
         stop_token_ids: ids that end a response, beside the tokenizer's EOS; kept in it.
         seed: base seed; each request's seed is derived from it.
+        guide: a form that responses have; log-probs are then those of the distribution without what would leave it.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -40,6 +66,7 @@ class SamplingConfig:
     stop: Sequence[str] = field(default_factory=tuple)
     stop_token_ids: Sequence[int] = field(default_factory=tuple)
     seed: int = 0
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         """Refuses numbers out of range."""

@@ -61,7 +61,13 @@ class HFReferenceEngine(RolloutEngine):
 
     @torch.no_grad()
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, rl_step: int) -> Rollouts:
-        """Draws ``sampling.n`` responses for each prompt; see `RolloutEngine.generate`."""
+        """Draws ``sampling.n`` responses for each prompt; see `RolloutEngine.generate`.
+
+        Raises:
+            ValueError: for a guide, which this engine does not know.
+        """
+        if sampling.guide is not None:
+            raise ValueError("The Hugging Face reference engine samples without a guide; use vLLM for guided decoding.")
         sequences: list[RolloutSequence] = []
         with self._gate.requests(self.weight_version) as version:
             for index, prompt in enumerate(prompts.prompt_token_ids):

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from lightning_rlhf.rollout.vllm_request import VLLMRequest
+from lightning_rlhf.rollout.vllm_request import VLLMRequest, build_sampling_params, refusals_named
 
 T = TypeVar("T")
 Done = Callable[[VLLMRequest], None]
@@ -185,20 +185,18 @@ class ReplicaEngine:
                 on_done(request)
 
     def _add(self, requests: Sequence[Mapping[str, Any]], on_done: Done) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         if self._weight_version is None:
             raise NoWeightsError("This replica has no valid weights: none were pushed, or a push failed half-way.")
         taken: list[str] = []
         try:
             for given in requests:
-                params = SamplingParams(**given["params"], output_kind=RequestOutputKind.DELTA)
+                params = build_sampling_params(given["params"])
                 prompt = [int(token) for token in given["prompt_token_ids"]]
                 request = VLLMRequest(request_id=str(given["request_id"]), prompt=prompt, params=params)
                 if request.request_id in self._requests:
                     raise ValueError(f"Request {request.request_id!r} is here already; every request has its own id.")
-                self._vllm.add_request(request.request_id, {"prompt_token_ids": prompt}, params)
+                with refusals_named():
+                    self._vllm.add_request(request.request_id, {"prompt_token_ids": prompt}, params)
                 self._requests[request.request_id] = (request, on_done)
                 taken.append(request.request_id)
         except BaseException:

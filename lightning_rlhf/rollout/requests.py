@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_rlhf.rollout.responses import SampledResponse
+from lightning_rlhf.rollout.vllm_request import GUIDE
 
 
 @dataclass(kw_only=True)
@@ -39,7 +40,10 @@ class PendingRequest:
         """What is sent: after an abort, the prompt with the tokens that it has, for the rest of them.
 
         The rest has a seed of its own, a hash of the first: the same one would draw the first tokens' numbers again.
+        A response with a guide begins anew, since vLLM reads its form from the first token on.
         """
+        if GUIDE in self.params:
+            self.token_ids, self.log_probs, self.token_versions = [], [], []
         params = dict(self.params)
         if self.token_ids:
             params["max_tokens"] -= len(self.token_ids)

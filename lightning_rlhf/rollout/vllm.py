@@ -31,7 +31,7 @@ from lightning_rlhf.rollout.vllm_process import (
     guarded_groups,
     import_vllm,
 )
-from lightning_rlhf.rollout.vllm_request import VLLMRequest, sampling_arguments
+from lightning_rlhf.rollout.vllm_request import VLLMRequest, build_sampling_params, refusals_named, sampling_arguments
 from lightning_rlhf.rollout.vllm_weights import load_in_place, read_own
 from lightning_rlhf.types import PromptBatch, Rollouts
 
@@ -152,11 +152,8 @@ class VLLMEngine(RolloutEngine):
         return Rollouts.from_sequences(sequences, temperature=sampling.temperature or 1.0)
 
     def _request(self, prompt: Sequence[int], sampling: SamplingConfig, *, seed: int, budget: int) -> VLLMRequest:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         arguments = sampling_arguments(sampling, seed=seed, budget=budget, end_token_ids=self._ends(sampling))
-        params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
+        params = build_sampling_params(arguments)
         return VLLMRequest(request_id=f"request-{next(self._serial)}", prompt=list(prompt), params=params)
 
     def _ends(self, sampling: SamplingConfig) -> set[int]:
@@ -176,7 +173,8 @@ class VLLMEngine(RolloutEngine):
         try:
             with preserved_rng():
                 for request in requests:
-                    self._vllm.add_request(request.request_id, {"prompt_token_ids": request.prompt}, request.params)
+                    with refusals_named():
+                        self._vllm.add_request(request.request_id, {"prompt_token_ids": request.prompt}, request.params)
                 while waiting and self._gate.goes_on():
                     with self._gate.step():
                         outputs = self._vllm.step()

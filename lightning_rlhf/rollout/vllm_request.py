@@ -1,13 +1,17 @@
-"""What one request to vLLM collects from its results. Knows their fields, does not import vLLM."""
+"""What one request to vLLM collects from its results. Imports vLLM where a request is built alone."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_rlhf.contracts.rollout import SamplingConfig
+from lightning_rlhf.contracts.rollout import Guide, SamplingConfig
 from lightning_rlhf.rollout.responses import SampledResponse
+
+GUIDE = "structured_outputs"
+"""Name of the argument that holds the form that a response must have."""
 
 
 def sampling_arguments(
@@ -21,7 +25,7 @@ def sampling_arguments(
         budget: tokens that the response may have.
         end_token_ids: ids that end it.
     """
-    return {
+    arguments = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -34,6 +38,48 @@ def sampling_arguments(
         "logprobs": 0,
         "detokenize": bool(sampling.stop),
     }
+    if sampling.guide is not None:
+        arguments[GUIDE] = _guide_arguments(sampling.guide)
+    return arguments
+
+
+def _guide_arguments(guide: Guide) -> dict[str, Any]:
+    """vLLM's ``StructuredOutputsParams`` by name."""
+    if guide.regex is not None:
+        return {"regex": guide.regex}
+    if guide.json_schema is not None:
+        return {"json": dict(guide.json_schema)}
+    return {"choice": list(guide.choice)}
+
+
+def build_sampling_params(arguments: Mapping[str, Any]) -> Any:
+    """vLLM's ``SamplingParams`` of what `sampling_arguments` gave, each token handed out once.
+
+    Raises:
+        TypeError: for a name that vLLM does not have.
+        ValueError: for a value that it refuses.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    given = dict(arguments)
+    guide = given.pop(GUIDE, None)
+    return SamplingParams(
+        **given,
+        structured_outputs=None if guide is None else StructuredOutputsParams(**guide),
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+@contextmanager
+def refusals_named() -> Iterator[None]:
+    """Has what vLLM refuses in a request, such as a guide that is no regular expression, be a ``ValueError``."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except VLLMValidationError as error:
+        raise ValueError(f"vLLM refuses the request: {error}") from error
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -21,9 +22,9 @@ from support.rollout import (
     response_log_probs,
     row_ids,
 )
-from support.tiny import EOS_ID, SPECIAL, VOCAB_SIZE, tiny_model, write_tiny_model
+from support.tiny import CHARACTERS, EOS_ID, SPECIAL, VOCAB_SIZE, tiny_model, write_tiny_model
 
-from lightning_rlhf.contracts.rollout import SamplingConfig
+from lightning_rlhf.contracts.rollout import Guide, SamplingConfig
 from lightning_rlhf.rollout.hf import HFReferenceEngine, sampling_log_probs
 from lightning_rlhf.rollout.responses import RolloutCounters
 from lightning_rlhf.rollout.vllm import VLLMEngine
@@ -345,3 +346,44 @@ def test_ids_stay_inside_the_vocabulary(engine: VLLMEngine) -> None:
     rollouts = engine.generate(PROMPTS, SamplingConfig(n=8, max_new_tokens=16, temperature=2.0), rl_step=0)
     assert int(rollouts.tokens.max()) < VOCAB_SIZE
     assert engine.counters.dropped_samples == 0
+
+
+DIGITS = {character: VOCAB_SIZE - len(CHARACTERS) + place for place, character in enumerate(CHARACTERS)}
+
+
+@pytest.mark.parametrize(
+    ("guide", "form"),
+    [
+        (Guide(regex="[0-9]{2}=[a-c]"), r"[0-9]{2}=[a-c]"),
+        (Guide(choice=["yes", "no"]), "yes|no"),
+        (Guide(json_schema={"type": "array", "items": {"enum": [1, 2]}, "maxItems": 1}), r"\[\s*[12]?\s*\]"),
+    ],
+)  # fmt: skip
+def test_a_guide_gives_every_response_its_form(engine: VLLMEngine, guide: Guide, form: str) -> None:
+    rollouts = engine.generate(PROMPTS, SamplingConfig(n=4, max_new_tokens=40, guide=guide), rl_step=0)
+    whole = [text for text, why in zip(rollouts.responses, rollouts.finish_reasons, strict=True) if why == "stop"]
+    assert len(whole) >= 8
+    for text in whole:
+        assert re.fullmatch(form, text), text
+
+
+def test_log_probs_under_a_guide_are_those_among_what_it_allows(engine: VLLMEngine, model: PreTrainedModel) -> None:
+    sampling = SamplingConfig(n=8, max_new_tokens=4, temperature=0.7, guide=Guide(choice=["1", "2", "7"]))
+    rollouts = engine.generate(PROMPTS, sampling, rl_step=0)
+    allowed = [DIGITS[digit] for digit in "127"]
+    for row in range(len(rollouts)):
+        ids = row_ids(rollouts, row)
+        token, end = response_ids(rollouts, row)
+        logits = model(torch.tensor([ids[:-2]])).logits[0, -1].detach().float()[allowed] / 0.7
+        first, last = response_log_probs(rollouts, row)
+        assert first == pytest.approx(float(torch.log_softmax(logits, -1)[allowed.index(token)]), abs=1e-5)
+        assert (end, last) == (EOS_ID, pytest.approx(0.0, abs=1e-6))  # nothing else may follow
+
+
+def test_the_reference_engine_refuses_a_guide(engine: VLLMEngine) -> None:
+    reference = HFReferenceEngine(engine.directory.path, max_model_len=32)
+    with pytest.raises(ValueError, match="use vLLM for guided decoding"):
+        reference.generate(PROMPTS, SamplingConfig(guide=Guide(regex="a")), rl_step=0)
+    with pytest.raises(ValueError, match="vLLM refuses the request"):
+        engine.generate(PROMPTS, SamplingConfig(guide=Guide(regex="(")), rl_step=0)
+    assert "abort" not in engine.generate(PROMPTS, SamplingConfig(max_new_tokens=2), rl_step=0).finish_reasons

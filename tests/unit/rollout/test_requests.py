@@ -69,3 +69,14 @@ def test_versions_travel_as_spans() -> None:
     one = request()
     assert one.take(result_line(done))
     assert one.token_versions == [2, 2, 3, 3]
+
+
+def test_a_response_with_a_guide_begins_anew() -> None:
+    one = request()
+    one.params["structured_outputs"] = {"regex": "[0-9]+"}
+    first = one.body()
+    assert not one.take(line([8, 9], "abort"))
+    assert one.body() == first
+    assert one.take(line([4, 5], "stop", version=4))
+    assert one.response().token_ids == [4, 5]
+    assert one.response().token_versions == [4, 4]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from lightning_rlhf.rollout.vllm_request import VLLMRequest
+from lightning_rlhf.contracts.rollout import Guide, SamplingConfig
+from lightning_rlhf.rollout.vllm_request import VLLMRequest, sampling_arguments
 
 
 @dataclass
@@ -93,3 +95,20 @@ def test_prompt_log_probs_are_those_of_the_prompts_ids() -> None:
 def test_prompt_that_was_not_scored_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="did not score all 1 ids"):
         request().prompt_log_probs()
+
+
+def test_a_guide_becomes_one_argument_of_plain_values() -> None:
+    def guided(guide: Guide | None) -> dict[str, Any]:
+        sampling = SamplingConfig(guide=guide)
+        return json.loads(json.dumps(sampling_arguments(sampling, seed=1, budget=4, end_token_ids=[1])))
+
+    assert "structured_outputs" not in guided(None)
+    assert guided(Guide(regex="a+"))["structured_outputs"] == {"regex": "a+"}
+    assert guided(Guide(choice=("yes", "no")))["structured_outputs"] == {"choice": ["yes", "no"]}
+    assert guided(Guide(json_schema={"type": "integer"}))["structured_outputs"] == {"json": {"type": "integer"}}
+
+
+@pytest.mark.parametrize("wrong", [{}, {"regex": "a", "choice": ("b",)}, {"choice": "yes"}, {"choice": ()}])
+def test_a_guide_is_one_of_three(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="one of regex, json_schema and choice"):
+        Guide(**wrong)
