@@ -293,15 +293,25 @@ class RLStrategy(ParallelStrategy):
         """The module's own parameters and buffers; those of its engines are in the engines' folders."""
         if self.lightning_module is None:
             return {}
-        state = self.lightning_module.state_dict()
-        return {name: value for name, value in state.items() if not name.startswith("engine_modules.")}
+        of_engines = self._names_of_engines()
+        return {name: value for name, value in self.lightning_module.state_dict().items() if name not in of_engines}
+
+    def _names_of_engines(self) -> set[str]:
+        """Names in the module of parameters and buffers that engines hold, its own names for them among these."""
+        if self.lightning_module is None:
+            return set()
+        modules = [engine.module for engine in self.engines.values()]
+        held = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        module = self.lightning_module
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        return {name for name, tensor in named if id(tensor) in held or name.startswith("engine_modules.")}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.lightning_module is None:
             raise RuntimeError("There is no module to load a checkpoint into.")
         missing, unexpected = self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
-        missing = [name for name in missing if not name.startswith("engine_modules.")]
+        missing = sorted(set(missing) - self._names_of_engines())
         if strict and (missing or unexpected):
             raise RuntimeError(f"Checkpoint and module differ: missing {missing}, unexpected {unexpected}.")
 
