@@ -26,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-all lint type format bench wheel clean distclean
+.PHONY: help setup train test test-all lint type format bench docs wheel clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [VARIABLE=value ...]"
@@ -99,6 +99,10 @@ bench: setup ## run every benchmark
 	    $(BIN)/python $$file
 	done
 	$(call done,finished)
+
+docs: setup ## build the documentation in build/site, strictly
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(call done,built build/site/index.html)
 
 wheel: setup ## build the sdist, and the wheel from it, in dist/
 	@$(BIN)/python -m build --no-isolation
