@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -20,6 +20,8 @@ TokenSelection: TypeAlias = Callable[..., Tensor]
 """``(log_probs, old_log_probs, advantages, response_mask, *, generator, **arguments) -> bool`` of a mini-batch."""
 Correction: TypeAlias = Callable[..., Tensor]
 """``(log_probs_trainer, rollout_log_probs, mask, **arguments) -> weights``; given ``cu_seqlens`` if it asks for it."""
+Corrections: TypeAlias = str | Correction | Sequence[str | Correction]
+"""One correction by name or callable, or several, whose weights are multiplied."""
 
 LengthPenalty: TypeAlias = Callable[..., Tensor]
 """``(rewards [B], uids, lengths [B], **arguments) -> [B]``, added to the rewards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_rlhf.algorithms.advantages import gdpo
 from lightning_rlhf.algorithms.registry import (
     AdvantageEstimator,
     Correction,
+    Corrections,
     LengthPenalty,
     PolicyLoss,
     TokenSelection,
@@ -154,12 +155,19 @@ def chosen_length_penalty(
     return bound
 
 
-def chosen_correction(chosen: str | Correction, arguments: Mapping[str, Any] | None) -> Correction | None:
+def chosen_correction(chosen: Corrections, arguments: Mapping[str, Any] | None) -> Correction | None:
     """The correction as ``(old_log_probs, rollout_log_probs, mask, cu_seqlens=...) -> weights``; None for none.
+
+    Args:
+        chosen: a known name, a callable, or several of them, whose weights are multiplied: a token keeps what all of
+            them leave it.
+        arguments: of the correction; of several, each one's by its name.
 
     Raises:
         ValueError: for an unknown name, an argument that it does not take, or a value that it refuses.
     """
+    if isinstance(chosen, Sequence) and not isinstance(chosen, str):
+        return _product_of_corrections(chosen, arguments or {})
     correction = rollout_correction(chosen)
     if correction is None:
         if arguments:
@@ -174,6 +182,28 @@ def chosen_correction(chosen: str | Correction, arguments: Mapping[str, Any] | N
 
     if isinstance(chosen, str):
         weigh(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool), cu_seqlens=torch.tensor([0, 1]))
+    return weigh
+
+
+def _product_of_corrections(chosen: Sequence[str | Correction], arguments: Mapping[str, Any]) -> Correction:
+    names = [one if isinstance(one, str) else _named(one) for one in chosen]
+    if not names or "none" in names or len(set(names)) != len(names):
+        raise ValueError(f"rollout_correction={names} must name one or more, each once; 'none' stands alone.")
+    stray = sorted(arguments.keys() - set(names))
+    if stray or not all(isinstance(given, Mapping) for given in arguments.values()):
+        raise ValueError(
+            f"correction_args={dict(arguments)} of several corrections holds each one's arguments by its name, "
+            f"{{'{names[0]}': {{...}}}}; the names are {', '.join(names)}."
+        )
+    parts = [chosen_correction(one, arguments.get(name)) for one, name in zip(chosen, names, strict=True)]
+
+    def weigh(old: Tensor, rollout: Tensor, mask: Tensor, *, cu_seqlens: Tensor) -> Tensor:
+        weights = mask.to(old.dtype)
+        for part in parts:
+            if part is not None:
+                weights = weights * part(old, rollout, mask, cu_seqlens=cu_seqlens)
+        return weights
+
     return weigh
 
 

@@ -17,7 +17,7 @@ from lightning_rlhf.algorithms.corrections import correction_metrics, effective_
 from lightning_rlhf.algorithms.entropy_controller import entropy_controller
 from lightning_rlhf.algorithms.kl import KLEstimator, kl_penalty
 from lightning_rlhf.algorithms.kl_controller import kl_controller
-from lightning_rlhf.algorithms.registry import Correction, PolicyLoss
+from lightning_rlhf.algorithms.registry import Corrections, PolicyLoss
 from lightning_rlhf.contracts.engine import LRScheduleFactory, OptimizerFactory
 from lightning_rlhf.engines.adapter import adapter_facts
 from lightning_rlhf.metrics import Metric
@@ -76,7 +76,7 @@ class ClippedPolicyModule(OnPolicyModule):
         seed: int,
         policy_loss: str | PolicyLoss,
         policy_loss_args: Mapping[str, Any] | None,
-        rollout_correction: str | Correction,
+        rollout_correction: Corrections,
         correction_args: Mapping[str, Any] | None,
         old_log_probs_from: OldLogProbs,
     ) -> None:

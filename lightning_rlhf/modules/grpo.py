@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_rlhf.algorithms.aggregation import AggregationMode
 from lightning_rlhf.algorithms.kl import KLEstimator
-from lightning_rlhf.algorithms.registry import AdvantageEstimator, Correction, LengthPenalty, PolicyLoss
+from lightning_rlhf.algorithms.registry import AdvantageEstimator, Corrections, LengthPenalty, PolicyLoss
 from lightning_rlhf.contracts.engine import LRScheduleFactory, OptimizerFactory
 from lightning_rlhf.modules.arguments import check_overlong
 from lightning_rlhf.modules.chosen_parts import chosen_advantage, chosen_length_penalty
@@ -48,8 +48,8 @@ class GRPO(ClippedPolicyModule):
         dual_clip: bound on the loss of a negative advantage, as a multiple of it; None is off.
         rollout_correction: weighs the loss's terms by the gap between trainer and rollout engine: ``none``, a name in
             ``algorithms.corrections`` (``token_tis``, ``sequence_tis``, ``icepop``, ``sequence_mask``,
-            ``geometric_mask``, ``veto``), or a callable.
-        correction_args: further arguments of that correction.
+            ``geometric_mask``, ``veto``), a callable, or a list of them, whose weights are multiplied.
+        correction_args: further arguments of that correction; for a list, each one's by its name.
         old_log_probs_from: whose log-probs the ratio's denominator holds: ``trainer`` computes them before the update;
             ``rollout`` takes those the tokens were sampled with (no forward, and the ratio then corrects the gap too).
         aggregation: how per-token terms become one loss.
@@ -105,7 +105,7 @@ class GRPO(ClippedPolicyModule):
         clip_low: float | None = None,
         clip_high: float | None = None,
         dual_clip: float | None = None,
-        rollout_correction: str | Correction = "none",
+        rollout_correction: Corrections = "none",
         correction_args: Mapping[str, Any] | None = None,
         old_log_probs_from: OldLogProbs = "trainer",
         aggregation: AggregationMode = "token-mean",

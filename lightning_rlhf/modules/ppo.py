@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_rlhf.algorithms.aggregation import AggregationMode
 from lightning_rlhf.algorithms.kl import KLEstimator
-from lightning_rlhf.algorithms.registry import Correction, PolicyLoss
+from lightning_rlhf.algorithms.registry import Corrections, PolicyLoss
 from lightning_rlhf.algorithms.value_losses import value_loss
 from lightning_rlhf.contracts.engine import BaseEngine, LRScheduleFactory, OptimizerFactory
 from lightning_rlhf.modules.arguments import check_choice
@@ -122,7 +122,7 @@ class PPO(ClippedPolicyModule):
         clip_low: float | None = None,
         clip_high: float | None = None,
         dual_clip: float | None = None,
-        rollout_correction: str | Correction = "none",
+        rollout_correction: Corrections = "none",
         correction_args: Mapping[str, Any] | None = None,
         old_log_probs_from: OldLogProbs = "trainer",
         aggregation: AggregationMode = "token-mean",

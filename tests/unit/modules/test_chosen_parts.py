@@ -54,3 +54,34 @@ def test_a_correction_gets_the_sequences_if_it_asks() -> None:
         expected = getattr(corrections, name)(NEW, OLD, ONES, cap=1.3, **ends)
         assert torch.equal(correction(NEW, OLD, ONES, cu_seqlens=ENDS), expected)
     assert chosen_correction("none", None) is None
+
+
+def test_several_corrections_multiply_their_weights() -> None:
+    chosen = ["token_tis", "sequence_mask"]
+    correction = chosen_correction(chosen, {"token_tis": {"cap": 1.3}, "sequence_mask": {"high": 1.4}})
+    assert correction is not None
+    weights = correction(NEW, OLD, ONES, cu_seqlens=ENDS)
+    # exp(0.4) is above 1.4, so the first sequence is dropped; exp(0.2) stays below both
+    assert weights.tolist() == pytest.approx([0.0, 0.0, 1.2214], abs=1e-4)
+    alone = chosen_correction([corrections.icepop], None)
+    assert alone is not None
+    assert torch.equal(alone(NEW, OLD, ONES, cu_seqlens=ENDS), corrections.icepop(NEW, OLD, ONES))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "arguments", "message"),
+    [
+        ([], None, r"rollout_correction=\[\] must name one or more"),
+        (["veto", "veto"], None, "each once"),
+        (["veto", "none"], None, "'none' stands alone"),
+        (["veto", "token_tis"], {"cap": 2.0}, r"arguments by its name, \{'veto': \{...\}\}"),
+        (["veto"], {"veto": 2.0}, "arguments by its name"),
+        (["veto", "token_ti"], None, "'token_ti' is not one of"),
+        (["token_tis"], {"token_tis": {"low": 2.0}}, "takes no low"),
+    ],
+)
+def test_several_corrections_that_cannot_be_meant_are_refused(
+    chosen: list[str], arguments: dict[str, object] | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen_correction(chosen, arguments)
