@@ -10,9 +10,11 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from support.scripted import TOKENS_PER_STEP, ScriptedGRPO, scripted_fit
-from support.tiny import tiny_tokenizer
+from support.tiny import tiny_tokenizer, write_tiny_model
+from support.toy import toy_data, toy_module, toy_trainer
 
 from lightning_rlhf.callbacks import Throughput
+from lightning_rlhf.metric_names import describe
 from lightning_rlhf.types import PromptBatch
 
 
@@ -49,6 +51,18 @@ def test_loggers_get_it_at_the_rl_step(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "csv" / "version_0" / "metrics.csv").open()))
     assert [row["step"] for row in rows if row["time/step"]] == ["1", "2"]
     assert [row["step"] for row in rows if row["reward/mean"]] == ["1", "2"]
+
+
+def test_mfu_by_hand(tmp_path: Path) -> None:
+    module = toy_module(write_tiny_model(tmp_path / "model"), max_rl_steps=1, num_epochs=2)
+    toy_trainer(tmp_path, callbacks=[Throughput(peak_flops=1e9)]).fit(module, toy_data())
+    metrics = module.last_metrics
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    done = 6 * parameters * metrics["rollout/num_tokens"] * 2
+    assert metrics["throughput/mfu"] == pytest.approx(done / metrics["time/update"] / 1e9)
+    assert describe("throughput/mfu").unit == "fraction"
+    with pytest.raises(ValueError, match="peak_flops must be positive, got 0"):
+        Throughput(peak_flops=0)
 
 
 def test_another_kind_of_module_is_refused_with_a_remedy(tmp_path: Path) -> None:
