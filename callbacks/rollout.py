@@ -74,6 +74,11 @@ class RolloutCallback(RLCallback):
                 "temperature=0 samples the same response again and again, so a group has nothing to compare. Use a "
                 "positive temperature; validation is greedy by itself."
             )
+        if max_new_tokens >= max_model_len:
+            raise ValueError(
+                f"max_model_len={max_model_len} counts prompt and response together, and max_new_tokens="
+                f"{max_new_tokens} leaves no token for a prompt. Raise max_model_len or lower max_new_tokens."
+            )
         if dynamic_sampling is not None and num_rollouts < 2:
             raise ValueError(
                 f"dynamic_sampling compares the rewards of a prompt's rollouts, but num_rollouts={num_rollouts}."
@@ -204,6 +209,11 @@ class RolloutCallback(RLCallback):
         *,
         dynamic: DynamicSampling | None = None,
     ) -> None:
+        if not isinstance(batch, PromptBatch):
+            raise TypeError(
+                f"{type(self).__name__} samples responses to a PromptBatch, but the data loader gave "
+                f"{type(batch).__name__}. Use rl.PromptDataModule(source, prompts_per_step=...) in Trainer.fit."
+            )
         if batch.rollouts is not None:
             raise RuntimeError(
                 "The batch holds rollouts already, of an earlier step: PromptBatch.to() must give a batch without them."
@@ -237,6 +247,8 @@ class RolloutCallback(RLCallback):
                 note_episodes(episodes.take_counts(), module)
             if sampling is self.sampling and module.needs_baselines:
                 add_baselines(batch, lambda prompts: sample(prompts, self.eval_sampling), module.score)
+                if episodes is not None:
+                    episodes.take_counts()  # those of the baselines are no part of the next step's
 
     def _fill_with_signal(
         self,

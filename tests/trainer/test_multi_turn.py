@@ -20,7 +20,7 @@ from lightning_rlhf.data import ListPrompts, Prompt, PromptDataModule
 from lightning_rlhf.modules import OnPolicyModule
 from lightning_rlhf.rewards import EnvironmentReward
 from lightning_rlhf.rollout.episodes import TurnLimits
-from lightning_rlhf.strategies import UlyssesRLStrategy
+from lightning_rlhf.strategies import FSDP2RLStrategy, UlyssesRLStrategy
 
 GROUP = 4
 
@@ -62,7 +62,8 @@ def _fit(
         num_rollouts=GROUP, max_new_tokens=6, max_model_len=96, environment=environment, turn_limits=turn_limits,
         stop=("=",), dynamic_sampling=dynamic_sampling,
     )  # fmt: skip
-    chosen = UlyssesRLStrategy(sp_size=2) if strategy == "ulysses" else strategy
+    named = {"ulysses": lambda: UlyssesRLStrategy(sp_size=2), "shared": lambda: FSDP2RLStrategy(share_prompts=True)}
+    chosen = named[strategy]() if strategy in named else strategy
     trainer = toy_trainer(root, callbacks=[recorder, episodes], rollout=rollout, strategy=chosen, devices=devices)
     learner = make(model, **{"reward": EnvironmentReward(), "max_rl_steps": 3, **module})
     trainer.fit(learner, data or toy_data())
@@ -165,6 +166,57 @@ def test_dynamic_sampling_and_a_greedy_baseline_work_over_episodes(tmp_path: Pat
     for step in run["steps"]:
         assert step["metrics"]["rollout/turns_max"] <= 2
         assert step["metrics"]["actor/grad_norm"] > 0
+
+
+class _Critic(RLCallback):
+    """Keeps the experience that the critic has seen, and the rollouts."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.experience, self.rollouts = pl_module.step_data.experience, batch.rollouts
+
+
+def test_gae_steps_from_one_turn_over_the_observation_to_the_next(tmp_path: Path, tiny_directory: Path) -> None:
+    """Against a naive loop over the ids that the policy sampled, with the episode's reward at the last of them."""
+    critic = _Critic()
+    rollout = HFRollout(num_rollouts=GROUP, max_new_tokens=6, max_model_len=96, environment=Dice, stop=("=",))
+    trainer = toy_trainer(tmp_path, callbacks=[critic], rollout=rollout)
+    gamma, lam = 0.9, 0.8
+    trainer.fit(toy_ppo(tiny_directory, reward=EnvironmentReward(), max_rl_steps=1, gamma=gamma, lam=lam), toy_data())
+    data, rollouts = critic.experience, critic.rollouts
+    rewards = dict(
+        zip(zip(rollouts.uids, rollouts.sample_indices, strict=True), rollouts.rewards.tolist(), strict=True)
+    )
+    gaps = 0
+    for row in range(len(data)):
+        one = data.select([row])
+        places = one.loss_mask.nonzero().flatten().tolist()
+        gaps += places != list(range(places[0], places[-1] + 1))
+        values, returns = one.values.tolist(), one.returns.tolist()
+        after_value = after_advantage = 0.0
+        reward = rewards[data.uids[row], data.sample_indices[row]]
+        for place in reversed(places):
+            delta = (reward if place == places[-1] else 0.0) + gamma * after_value - values[place]
+            after_advantage = delta + gamma * lam * after_advantage
+            after_value = values[place]
+            assert returns[place] == pytest.approx(after_advantage + values[place], abs=1e-5)
+        assert not any(advantage for place, advantage in enumerate(one.advantages.tolist()) if place not in places)
+    assert gaps > 0  # rows with observations between their turns
+
+
+def test_greedy_baselines_are_not_counted_as_episodes(tmp_path: Path, tiny_directory: Path) -> None:
+    run = _fit(tmp_path, tiny_directory, advantage="remax", max_rl_steps=2)
+    for step, rows in zip(run["steps"], run["rows"], strict=True):
+        turns = [row["facts"]["turns"] for row in rows]
+        assert step["metrics"]["rollout/turns_mean"] == pytest.approx(sum(turns) / len(turns))
+
+
+def test_rows_that_share_their_prompt_in_a_micro_batch_learn_the_same(tmp_path: Path, tiny_directory: Path) -> None:
+    alone = _fit(tmp_path, tiny_directory, max_rl_steps=2)
+    shared = run_distributed(
+        _fit, 1, tmp_path, tiny_directory, strategy="shared", devices=1, max_rl_steps=2, init_process_group=False,
+        timeout=120.0,
+    )  # fmt: skip
+    _same(alone, shared, shared=False)
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
