@@ -121,7 +121,10 @@ def _call_under_alarm(seconds: float, function: Callable[..., T], *arguments: An
     # again every second: the call may be in a ``finally`` that waits for what hangs
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
-        return function(*arguments)
+        try:
+            return function(*arguments)
+        finally:
+            armed = False  # an alarm may come before this line; the next is a second away
     finally:
         armed = False
         signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -268,3 +268,50 @@ def test_token_log_probs(
     pairs = [*zip(found, expected, strict=True), *zip(gradients(found), gradients(expected), strict=True)]
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+def naive_variant(name: str, lp: Tensor, old: Tensor, a: Tensor) -> tuple[list[float], list[float]]:
+    """Terms and their derivatives by the log-prob of one sequence's sampled tokens."""
+    terms, slopes = [], []
+    mean = sum(float(x - y) for x, y in zip(lp, old, strict=True)) / max(len(lp), 1)
+    for x, y, advantage in zip(lp.tolist(), old.tolist(), a.tolist(), strict=True):
+        ratio = math.exp(mean if name == "gspo" else x - y)
+        if name == "reinforce":
+            terms.append(-min(ratio, 1.1) * advantage * x)
+            slopes.append(-min(ratio, 1.1) * advantage)
+        elif (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8):
+            terms.append(-(1.2 if advantage > 0 else 0.8) * advantage)
+            slopes.append(0.0)
+        elif name == "ppo_clip" and advantage < 0 and ratio > 1.3:
+            terms.append(-1.3 * advantage)
+            slopes.append(0.0)
+        else:
+            terms.append(-ratio * advantage)
+            slopes.append(-ratio * advantage)
+    return terms, slopes
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("ppo_clip", {"dual_clip": 1.3}), ("gspo", {"level": "token"}), ("reinforce", {"ratio_cap": 1.1})],
+)
+@given(case=ragged())
+@few_examples
+def test_variants_of_losses(name: str, settings: dict[str, Any], dtype: torch.dtype, case: Ragged) -> None:
+    case = case.to(dtype)
+    terms, slopes = torch.zeros(2, case.mask.numel(), dtype=dtype)
+    for part in case.slices():
+        on = [t for t in range(part.start, part.stop) if case.mask[t]]
+        found = naive_variant(name, case.log_probs[on], case.old_log_probs[on], case.advantages[on])
+        terms[on], slopes[on] = (torch.tensor(values, dtype=dtype) for values in found)
+    new = case.log_probs.clone().requires_grad_()
+    arguments = (new, case.old_log_probs, case.advantages, case.mask)
+    flat = getattr(losses, name)(*arguments, cu_seqlens=case.cu_seqlens, **settings).terms
+    flat.sum().backward()
+    tolerance: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
+    torch.testing.assert_close(flat, terms, **tolerance)
+    torch.testing.assert_close(new.grad, slopes, **tolerance)
+    width = max(case.lengths) + 3
+    padded = getattr(losses, name)(*(case.padded(values.detach(), width=width) for values in arguments), **settings)
+    torch.testing.assert_close(padded.terms, case.padded(flat.detach(), width=width), rtol=1e-6, atol=1e-7)
