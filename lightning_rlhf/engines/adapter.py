@@ -99,9 +99,7 @@ def add_adapter(model: nn.Module, lora: object) -> None:
     """
     facts = adapter_facts(lora)
     peft = _peft()
-    # drawn apart from the run's random numbers, and alike on every rank
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(facts.get("seed", 0))
         peft.inject_adapter_in_model(adapter_config(facts), model, adapter_name=_NAME)
         for name, layer in adapter_layers(model):
             if not isinstance(layer.get_base_layer(), nn.Linear):
@@ -112,7 +110,10 @@ def add_adapter(model: nn.Module, lora: object) -> None:
             if layer.get_base_layer().weight.is_meta:
                 for factor in (layer.lora_A, layer.lora_B):
                     factor.to_empty(device="cpu")
-                layer.reset_lora_parameters(_NAME, facts.get("init_lora_weights", True))
+        # drawn apart from the run's random numbers, alike on every rank and however the model is loaded
+        torch.manual_seed(facts.get("seed", 0))
+        for _, layer in adapter_layers(model):
+            layer.reset_lora_parameters(_NAME, facts.get("init_lora_weights", True))
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if any(layer is head for _, layer in adapter_layers(model)):
         raise ValueError(

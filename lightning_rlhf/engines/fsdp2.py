@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from typing_extensions import override
 
 from lightning_rlhf.contracts.engine import EngineConfig
 from lightning_rlhf.engines.hf_engine import HFEngine
-from lightning_rlhf.engines.hf_model import PackedModel
+from lightning_rlhf.engines.hf_model import PackedModel, prepare_causal_lm
+from lightning_rlhf.engines.meta_init import empty_model, fill_shards
 
 
 class FSDP2Engine(HFEngine):
@@ -39,8 +48,40 @@ class FSDP2Engine(HFEngine):
         self.reshard_after_forward = reshard_after_forward
         self._group = mesh.get_group() if mesh.ndim == 1 else _group_of_all(mesh)
 
+    @override
+    def build(self) -> PackedModel:
+        """Fills the shards from the model's files, if those allow it; else loads it whole and cuts it. Collective.
+
+        Of a directory of safetensors each rank reads the rows of its own shards: on no rank is the model whole.
+        """
+        empty = empty_model(self.config.model)
+        if empty is None:
+            return super().build()
+        model = self.wrap(prepare_causal_lm(empty, **self.preparations))
+        self.shard(model)
+        fill_shards(model, model.hf_model, self._directory, device=self.device)
+        register_fsdp_forward_method(model, "check")
+        model.check()
+        return model
+
+    @property
+    def _directory(self) -> str | Path:
+        model = self.config.model
+        if isinstance(model, nn.Module):
+            raise TypeError(f"A {type(model).__name__} has no directory to be read from.")
+        return model
+
     def place(self, model: PackedModel) -> None:
         """Shards the model, which every rank has loaded whole on the host."""
+        model.to(self.device)
+        # ranks that were given, or have initialised, different weights would train a mosaic of them
+        first = dist.get_global_rank(self._group, 0)
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=first, group=self._group)
+        self.shard(model)
+
+    def shard(self, model: PackedModel) -> None:
+        """Cuts parameters that are on the device, or on the meta device and yet to be filled. Collective."""
         # one replica is plain sharding: an axis of size 1 would cost an all-reduce of nothing at each layer
         names = self.mesh.mesh_dim_names
         mesh = self.mesh[names[1]] if names is not None and len(names) == 2 and self.mesh.size(0) == 1 else self.mesh
@@ -50,11 +91,6 @@ class FSDP2Engine(HFEngine):
             if dtype is torch.float32
             else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         )
-        model.to(self.device)
-        # ranks that were given, or have initialised, different weights would train a mosaic of them
-        first = dist.get_global_rank(self._group, 0)
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=first, group=self._group)
         for layer in model.layers():
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         # The root, too, frees its parameters: after a forward without gradients its full embedding and head would stay,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,15 +57,7 @@ class HFEngine(BaseEngine):
     def initialize(self) -> None:
         """Loads the model, places it, builds optimizer and schedule. Collective."""
         trained = self.config.optimizer is not None
-        causal_lm = load_causal_lm(
-            self.config.model,
-            trained=trained,
-            gradient_checkpointing=self.config.gradient_checkpointing,
-            lora=self.config.lora,
-        )
-        model = self.wrap(causal_lm)
-        model.check()
-        self.place(model)
+        model = self.build()
         self.module = model.train(trained)
         if self.config.optimizer is not None:
             self.optimizer = self.config.optimizer(
@@ -72,6 +65,22 @@ class HFEngine(BaseEngine):
             )
             if self.config.lr_schedule is not None:
                 self.lr_scheduler = self.config.lr_schedule(self.optimizer)
+
+    def build(self) -> PackedModel:
+        """Loads the model, checks that it can be trained packed, and places it. Collective."""
+        model = self.wrap(load_causal_lm(self.config.model, **self.preparations))
+        model.check()
+        self.place(model)
+        return model
+
+    @property
+    def preparations(self) -> dict[str, Any]:
+        """What ``prepare_causal_lm`` is told of this engine's model."""
+        return {
+            "trained": self.config.optimizer is not None,
+            "gradient_checkpointing": self.config.gradient_checkpointing,
+            "lora": self.config.lora,
+        }
 
     def wrap(self, causal_lm: PreTrainedModel) -> PackedModel:
         """The module that scores packed sequences with this model; here by its log-probs."""

@@ -44,7 +44,8 @@ class ValueModel(nn.Module):
         # made without a draw from the global generator, which belongs to the run
         self.score = nn.utils.skip_init(nn.Linear, self.config.get_text_config().hidden_size, 1, bias=False)
         nn.init.zeros_(self.score.weight)
-        self.score.to(device=base.device, dtype=torch.float32)
+        if base.device.type != "meta":  # else it stays here, with its zeros, while the decoder waits for its weights
+            self.score.to(device=base.device, dtype=torch.float32)
         self.score.requires_grad_(any(parameter.requires_grad for parameter in base.parameters()))
 
     @property
