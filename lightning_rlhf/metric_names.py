@@ -84,6 +84,8 @@ actor/correction_weight_mean | mean weight of the rollout correction | 1
 actor/correction_weight_square_mean | mean of the squared weights | 1
 actor/correction_kept_fraction | share of tokens whose weight is not 0 | fraction
 actor/effective_sample_size | squared mean weight over mean squared weight: share of samples that count | fraction
+actor/expert_load_max | tokens of a layer's busiest expert over an even share (1 is even), mean over layers | 1
+actor/idle_experts | share of a layer's experts that got no token of an optimizer step, mean over layers | fraction
 critic/loss | the critic's loss; mean over optimizer steps | loss
 critic/grad_norm | global norm of its gradient before clipping; mean over optimizer steps | 1
 critic/lr | learning rate of its first parameter group; mean over optimizer steps | 1
@@ -91,6 +93,8 @@ critic/skipped_steps | its optimizer steps not taken | steps
 critic/value_mean | mean value of the tokens that train | reward
 critic/value_error_mean | mean difference of value and return | reward
 critic/value_clip_fraction | share of tokens without gradient since the value moved too far | fraction
+critic/expert_load_max | the same of the critic, where it is a mixture of experts | 1
+critic/idle_experts | the same of the critic | fraction
 critic/return_mean | mean return of the tokens that train | reward
 critic/explained_variance | 1 - Var(return - value) / Var(return); 1 for a perfect critic | 1
 sync/version | policy version of the last push | version

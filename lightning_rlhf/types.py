@@ -25,8 +25,8 @@ UNTRAINED_FINISHES = ("skipped", "abort", "failed")
 _Flat = TypeVar("_Flat", bound="FlatBatch")
 
 
-def _per_token(**kwargs: Any) -> Any:
-    return field(metadata={"kind": "token"}, **kwargs)
+def _per_token(*, ndim: int = 1, **kwargs: Any) -> Any:
+    return field(metadata={"kind": "token", "ndim": ndim}, **kwargs)
 
 
 def _per_sequence(**kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class FlatBatch:
         for spec, value in self._fields_of_kind("token", "sequence", "list"):
             size = len(value) if isinstance(value, list) else value.shape[0]
             expected = self.num_tokens if spec.metadata["kind"] == "token" else self.num_sequences
-            if size != expected or (isinstance(value, Tensor) and value.ndim != 1):
+            if size != expected or (isinstance(value, Tensor) and value.ndim != spec.metadata.get("ndim", 1)):
                 shape = size if isinstance(value, list) else tuple(value.shape)
                 raise ValueError(
                     f"{type(self).__name__}.{spec.name} must have shape [{expected}] "
@@ -313,6 +313,8 @@ class Experience(FlatBatch):
         returns: ``[num_tokens]`` fp32, or None.
         loss_weights: ``[num_tokens]`` fp32, one per token, from the mini-batch's global counts; 0 off the loss mask.
         selected: ``[num_tokens]`` bool, tokens that a loss treats apart, chosen over the whole mini-batch; or None.
+        routed_experts: ``[num_tokens, num_layers, experts_per_token]`` int32, experts that the actor's update sends a
+            token to, -1 where its router chooses; None leaves every choice to the router.
     """
 
     response_mask: Tensor = _per_token()
@@ -328,6 +330,7 @@ class Experience(FlatBatch):
     returns: Tensor | None = _per_token(default=None)
     loss_weights: Tensor | None = _per_token(default=None)
     selected: Tensor | None = _per_token(default=None)
+    routed_experts: Tensor | None = _per_token(default=None, ndim=3)
 
 
 @dataclass(kw_only=True)
@@ -374,11 +377,14 @@ class ModelOutputs:
         log_probs: ``[num_tokens]`` fp32, log-prob of the token given those before it; 0 at a sequence's first token.
         entropy: ``[num_tokens]`` fp32, entropy of the distribution that the token was drawn from; None if not asked.
         values: ``[num_tokens]`` fp32, by a value model, at the token that is about to be drawn; None otherwise.
+        routed_experts: ``[num_tokens, num_layers, experts_per_token]`` int32, experts that each token went to, -1 in
+            layers without; None where the engine was not told to keep them.
     """
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    routed_experts: Tensor | None = None
 
 
 @dataclass(kw_only=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
 from lightning_rlhf.contracts.engine import BaseEngine
-from lightning_rlhf.engines.megatron.config import MoEOptions, Recompute
+from lightning_rlhf.engines.megatron.config import Dispatcher, MoEOptions, Recompute, RouterReplay
 from lightning_rlhf.engines.megatron.data_parallel import DataParallelOptions
 from lightning_rlhf.engines.megatron.engine import MegatronEngine
 from lightning_rlhf.engines.megatron.layout import ContextParallelAttention, MegatronLayout, check_world
@@ -39,9 +39,10 @@ class MegatronRLStrategy(RLStrategy):
         overlap_param_gather: gather updated parameters during the next forward; needs the two before.
         recompute: which activations the backward computes again; None: as the module's ``gradient_checkpointing`` says.
         moe_dispatcher: how tokens reach their experts.
-        moe_load_balancing: over what the load of experts is balanced.
-        moe_aux_loss_coef: weight of the balancing loss; None: as the model's configuration asks.
+        moe_aux_loss_coef: weight of the balancing loss, over each micro-batch; None: as the model's configuration asks.
         moe_z_loss_coef: weight of the loss that keeps the router's logits small.
+        router_replay: the experts that the actor's update sends tokens to: ``off``, those that its routers choose;
+            ``old``, those of the pass that computed the old log-probs, where there is one.
         timeout_seconds: how long a collective may wait for a peer.
         process_group_backend: ``gloo`` or ``nccl``; None chooses by device.
 
@@ -66,10 +67,10 @@ class MegatronRLStrategy(RLStrategy):
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
         recompute: Recompute | None = None,
-        moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall",
-        moe_load_balancing: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss",
+        moe_dispatcher: Dispatcher = "alltoall",
         moe_aux_loss_coef: float | None = None,
         moe_z_loss_coef: float = 0.0,
+        router_replay: RouterReplay = "off",
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
@@ -92,9 +93,9 @@ class MegatronRLStrategy(RLStrategy):
         self.recompute: Recompute | None = recompute
         self.moe = MoEOptions(
             dispatcher=moe_dispatcher,
-            load_balancing=moe_load_balancing,
             aux_loss_coef=moe_aux_loss_coef,
             z_loss_coef=moe_z_loss_coef,
+            router_replay=router_replay,
         )
 
     @override

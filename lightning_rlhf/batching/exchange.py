@@ -107,7 +107,7 @@ def exchange_rows(
             for side in (outgoing, incoming)
         )
         wire = value.to(torch.uint8) if value.dtype == torch.bool else value
-        received = wire.new_empty(sum(sizes_in))
+        received = wire.new_empty((sum(sizes_in), *wire.shape[1:]))
         dist.all_to_all_single(received, wire.contiguous(), sizes_in, sizes_out, group=group)
         changes[spec.name] = received.to(value.dtype)
     place = {row: index for index, row in enumerate(arrived)}

@@ -252,8 +252,8 @@ class OnPolicyModule(ReferenceOwner):
             experience = dataclasses.replace(experience, old_log_probs=experience.rollout_log_probs)
         elif num_updates > 1 or self.uses_old_log_probs:
             with self.timed("old_log_probs"):
-                old = self.actor.infer_batch(experience).log_probs
-            experience = dataclasses.replace(experience, old_log_probs=old)
+                old = self.actor.infer_batch(experience)
+            experience = dataclasses.replace(experience, old_log_probs=old.log_probs, routed_experts=old.routed_experts)
         # else the one update starts from the weights that old log-probs would be computed with: the ratio's
         # denominator is its own numerator, detached, and a second forward would give the same numbers
         experience = dataclasses.replace(experience, ref_log_probs=self.reference_log_probs(experience))

@@ -176,12 +176,28 @@ class HFReferenceEngine(RolloutEngine):
         own = self._model.state_dict(keep_vars=True)
         complete = False
         try:
+            in_files = {}
             for name, tensor in self._names.check(named_tensors):
-                own[name].copy_(tensor)
+                if name in own:
+                    own[name].copy_(tensor)
+                else:
+                    in_files[name] = tensor.to(self._device, copy=True)
+            if in_files:
+                self._join(in_files, own)
             complete = True
         finally:
             if not complete:
                 self.weight_version = None
+
+    def _join(self, in_files: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+        """Fills tensors that transformers makes of several ones of a file, by its own loader."""
+        others = {name: tensor for name, tensor in own.items() if name in self._names.stored}
+        loaded = type(self._model).from_pretrained(
+            None, config=self._model.config, state_dict={**others, **in_files}, dtype=self._model.dtype
+        )
+        for name, tensor in loaded.state_dict().items():
+            if name not in others:
+                own[name].copy_(tensor)
 
     def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Copies of the named tensors; this engine holds all of them."""

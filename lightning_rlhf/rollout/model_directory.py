@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ class WeightNames:
     Attributes:
         shapes: by required name, the tensor's shape.
         aliases: by name of a tied tensor, the required name whose tensor it is (``lm_head.weight`` of a tied model).
+        stored: the same tensors as files hold them, by name, where that differs: transformers keeps all experts of a
+            layer in one tensor, in a file each has its own. A push brings either form.
     """
 
     shapes: dict[str, tuple[int, ...]]
     aliases: dict[str, str]
+    stored: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def check(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Passes a push through, each tensor once, aliases left out, and looks at names and shapes on the way.
@@ -31,23 +34,25 @@ class WeightNames:
             ValueError: naming the tensor, if it is unknown, repeated or of another shape; after the last one, naming
                 those that are missing.
         """
-        missing = dict(self.shapes)
+        known, sent = self.shapes | self.stored, set()
         for name, tensor in named_tensors:
             if name in self.aliases:
                 continue
-            if name not in self.shapes:
+            if name not in known:
                 raise ValueError(
                     f"Weight push: the model has no tensor {name!r} (it has {sorted(self.shapes)[:4]}, ...). Send "
                     f"Hugging Face names, without wrapper prefixes."
                 )
-            if name not in missing:
+            if name in sent:
                 raise ValueError(f"Weight push: {name!r} was sent twice.")
-            if tuple(tensor.shape) != missing.pop(name):
+            if tuple(tensor.shape) != known[name]:
                 raise ValueError(
-                    f"Weight push: {name!r} has shape {tuple(tensor.shape)}, expected {self.shapes[name]}: send the "
+                    f"Weight push: {name!r} has shape {tuple(tensor.shape)}, expected {known[name]}: send the "
                     f"full tensor, gathered over all shards."
                 )
+            sent.add(name)
             yield name, tensor
+        missing = min((set(form) - sent for form in (self.shapes, self.stored) if form), key=len, default=set())
         if missing:
             raise ValueError(
                 f"Weight push: {len(missing)} of {len(self.shapes)} tensors are missing: {sorted(missing)[:8]}. "
@@ -133,6 +138,9 @@ def _as_ids(value: int | Sequence[int] | None) -> set[int]:
 
 def weight_names_of(model: torch.nn.Module) -> WeightNames:
     """The names of a model's state; the second name of one parameter is an alias of the first."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
     shapes: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, str] = {}
     first_names: dict[int, str] = {}
@@ -142,4 +150,8 @@ def weight_names_of(model: torch.nn.Module) -> WeightNames:
             shapes[name] = tuple(tensor.shape)
         else:
             aliases[name] = first
-    return WeightNames(shapes=shapes, aliases=aliases)
+    if not isinstance(model, PreTrainedModel):
+        return WeightNames(shapes=shapes, aliases=aliases)
+    in_files = revert_weight_conversion(model, {name: torch.empty(shapes[name], device="meta") for name in shapes})
+    stored = {name: tuple(tensor.shape) for name, tensor in in_files.items()}
+    return WeightNames(shapes=shapes, aliases=aliases, stored={} if stored.keys() == shapes.keys() else stored)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +14,47 @@ from lightning_rlhf.engines.megatron.families import ModelShape, MoEShape, model
 from lightning_rlhf.engines.megatron.layout import MegatronLayout
 
 Recompute = Literal["none", "selective", "full"]
+Dispatcher = Literal["alltoall", "allgather"]
+RouterReplay = Literal["off", "old"]
+
+ROLLOUT_REPLAY_IS_BLOCKED = (
+    "router_replay='rollout' is blocked: vLLM 0.32 returns the experts that it chose (enable_return_routed_experts) "
+    "from its V2 model runner alone, which requires Triton, so that it was never run where this package is tested. Use "
+    "'old', which replays the choices that the old log-probs were computed with, or 'off'."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEOptions:
     """How a mixture of experts is trained; nothing here changes which model it is."""
 
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens reach their experts. ``allgather`` needs as many tokens on every rank of the experts' group."""
-    load_balancing: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
-    """Over what the load is balanced. Only each micro-batch (``aux_loss``) is the same in every layout; others are
-    refused."""
+    dispatcher: Dispatcher = "alltoall"
+    """How tokens reach their experts. For ``allgather`` all micro-batches are padded to the largest one's tokens."""
     aux_loss_coef: float | None = None
-    """Of the load-balancing loss; None: the config's, if the model outputs router logits; else none."""
+    """Of the load-balancing loss, which is over each micro-batch; None: the config's, if the model outputs router
+    logits; else none. Megatron's other losses would differ from layout to layout: packed micro-batches are one sequence
+    to its seq_aux_loss, and its global_aux_loss depends on the order of micro-batches."""
     z_loss_coef: float = 0.0
     """Of the loss that keeps the router's logits small."""
     expert_bias_update_rate: float = 0.0
     """How far each step moves the bias by which experts are chosen, towards those that got few tokens. 0 keeps the
     model's: a policy that others sample from must not choose otherwise because of its load."""
+    router_replay: RouterReplay = "off"
+    """Whose choice of experts the actor's update makes: the router's own, or that of the pass that computed the old
+    log-probs."""
+
+    def __post_init__(self) -> None:
+        """Refuses what there is not.
+
+        Raises:
+            ValueError: for an unknown dispatcher or replay.
+        """
+        if self.dispatcher not in get_args(Dispatcher):
+            raise ValueError(f"moe_dispatcher must be one of {get_args(Dispatcher)}, got {self.dispatcher!r}.")
+        if self.router_replay not in get_args(RouterReplay):
+            if str(self.router_replay) == "rollout":
+                raise ValueError(ROLLOUT_REPLAY_IS_BLOCKED)
+            raise ValueError(f"router_replay must be one of {get_args(RouterReplay)}, got {self.router_replay!r}.")
 
 
 def transformer_config(
@@ -140,12 +163,6 @@ def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
 
 def _moe_fields(shape: MoEShape, options: MoEOptions, layout: MegatronLayout) -> dict[str, Any]:
     coefficient = shape.aux_loss_coef if options.aux_loss_coef is None else options.aux_loss_coef
-    if options.load_balancing != "aux_loss":
-        raise ValueError(
-            f"load_balancing={options.load_balancing!r}: packed micro-batches are one sequence to megatron's "
-            f"seq_aux_loss, and its global_aux_loss depends on the order of micro-batches, so that layouts would "
-            f"differ. Use 'aux_loss'."
-        )
     # Gradients are divided by all tokens of the mini-batch, so megatron multiplies a router's losses by the tokens that
     # the router sees (router.py:466). Tensor and context parallel ranks each see a share of a micro-batch; their parts
     # of a loss add up to the whole, and the factor should be the whole's tokens: tp x cp times what megatron takes.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from lightning_rlhf.engines.megatron.last_stage import share_columns, share_metr
 from lightning_rlhf.engines.megatron.micro_batches import MicroBatchPlan, agree_micro_batches
 from lightning_rlhf.engines.megatron.optimizer import zero_gradients
 from lightning_rlhf.engines.megatron.packed import PackedMicroBatch, alignment, pack
+from lightning_rlhf.engines.megatron.router_replay import FREE
 from lightning_rlhf.engines.megatron.rows import NO_LOSS_WEIGHTS, digest, token_places, weighted_loss
 from lightning_rlhf.engines.megatron.schedule import run_schedule
 from lightning_rlhf.metrics import Metric, merge_metrics
@@ -68,10 +71,12 @@ class MegatronEngine(MegatronModel):
         with self.machine.active(), torch.set_grad_enabled(torch.is_grad_enabled() and not forward_only):
             if not forward_only:
                 zero_gradients(self.chunks)
-            run_schedule(self.chunks, packed, last_stage, forward_only=forward_only)
+            with self._replaying(micro_batches, packed):
+                run_schedule(self.chunks, packed, last_stage, forward_only=forward_only)
             if not forward_only and not self.data_parallel.distributed_optimizer:
                 show_gradients(self.chunks)
-        return share_metrics(merge_metrics(parts), group=_pipeline_group(), device=self.device)
+            load = {} if self._expert_load is None or forward_only else self._expert_load.metrics()
+        return {**share_metrics(merge_metrics(parts), group=_pipeline_group(), device=self.device), **load}
 
     @override
     def infer_batch(self, data: Experience, *, entropy: bool = False) -> ModelOutputs:
@@ -83,7 +88,8 @@ class MegatronEngine(MegatronModel):
 
         Returns:
             ``[num_tokens]`` where ``response_mask``, 0 elsewhere, on the engine's device and on every rank of the
-            model-parallel group: log-probs (and entropies), or values.
+            model-parallel group: log-probs (and entropies), or values. With ``router_replay`` the actor's choices of
+            experts as well: those of ``data``, which it follows, or, if there are none, its own.
 
         Raises:
             ValueError: if a sequence is longer than a micro-batch may be.
@@ -103,10 +109,40 @@ class MegatronEngine(MegatronModel):
                 found[name][places] = getattr(outputs, name)
             return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=self.device)
 
+        experts = data.routed_experts if self._expert_choices is not None else None
         with self.eval_mode(), self.machine.active():
-            run_schedule(self.chunks, packed, last_stage, forward_only=True)
+            if self._expert_choices is not None and experts is None:
+                with self._expert_choices.recording() as recorded:
+                    run_schedule(self.chunks, packed, last_stage, forward_only=True)
+                experts = self._at_tokens(recorded, packed, plan, data)
+            else:
+                with self._replaying(micro_batches, packed):
+                    run_schedule(self.chunks, packed, last_stage, forward_only=True)
             share_columns(list(found.values()), group=_pipeline_group())
-        return ModelOutputs(**found)
+        return ModelOutputs(**found, routed_experts=experts)
+
+    @contextmanager
+    def _replaying(self, micro_batches: list[Experience], packed: list[PackedMicroBatch]) -> Iterator[None]:
+        """Sends tokens to the experts that the rows name, if they do and this engine follows them."""
+        given = [
+            one.at_positions(rows.routed_experts, fill=FREE, group=self._context_group())
+            for rows, one in zip(micro_batches, packed, strict=True)
+            if rows.routed_experts is not None
+        ]
+        if self._expert_choices is None or not given:
+            yield
+            return
+        with self._expert_choices.replaying(given):
+            yield
+
+    def _at_tokens(
+        self, recorded: list[Tensor], packed: list[PackedMicroBatch], plan: MicroBatchPlan, data: Experience
+    ) -> Tensor:
+        """Recorded choices in the order of the rows. Collective over context-parallel ranks."""
+        experts = recorded[0].new_full((data.num_tokens, *recorded[0].shape[1:]), FREE)
+        for choices, one, rows in zip(recorded, packed, plan.rows, strict=True):
+            experts[token_places(data.cu_seqlens, rows)] = one.of_tokens(choices, group=self._context_group())
+        return experts
 
     def _output_names(self, entropy: bool) -> tuple[str, ...]:
         return ("log_probs", "entropy") if entropy else ("log_probs",)

@@ -24,12 +24,15 @@ from lightning_rlhf.engines.megatron.data_parallel import (
     wrap,
 )
 from lightning_rlhf.engines.megatron.embedding import freeze_padding_row
+from lightning_rlhf.engines.megatron.expert_load import ExpertLoad
 from lightning_rlhf.engines.megatron.export import export_parameters
+from lightning_rlhf.engines.megatron.families import model_shape
 from lightning_rlhf.engines.megatron.layout import MegatronLayout, ParallelGroups, check_layout, initialize_groups
 from lightning_rlhf.engines.megatron.load import load_parameters
 from lightning_rlhf.engines.megatron.model import build_model
 from lightning_rlhf.engines.megatron.offload import move_model, move_optimizer
 from lightning_rlhf.engines.megatron.optimizer import MegatronOptimizer
+from lightning_rlhf.engines.megatron.router_replay import ExpertChoices
 from lightning_rlhf.engines.megatron.source import hf_config_of, weight_source
 
 
@@ -61,11 +64,13 @@ class MegatronModel(BaseEngine):
         self.layout = layout or MegatronLayout()
         self.data_parallel = data_parallel or DataParallelOptions()
         self.recompute: Recompute = recompute or ("full" if config.gradient_checkpointing else "none")
-        self.moe = moe
+        self.moe = moe or MoEOptions()
         self.chunks: list[Any] = []
         self._hf_config: Any = None
         self._groups: ParallelGroups | None = None
         self._machine: MegatronBackend | None = None
+        self._expert_choices: ExpertChoices | None = None
+        self._expert_load: ExpertLoad | None = None
 
     # --- building -----------------------------------------------------------------------------------------------
 
@@ -79,6 +84,7 @@ class MegatronModel(BaseEngine):
         self._machine = choose_backend(self.device.type)
         hf_config = self._hf_config = hf_config_of(self.config.model)
         check_layout(self.layout, hf_config, dist.get_world_size())
+        self._check_experts(has_experts=model_shape(hf_config).moe is not None)
         source = weight_source(self.config.model)
         with self._machine.active():
             self._groups = initialize_groups(self.layout)
@@ -97,7 +103,22 @@ class MegatronModel(BaseEngine):
         self.module = nn.ModuleList(self.bare_chunks).train(self.config.optimizer is not None)
         self.module.register_state_dict_post_hook(_tensors_alone)
 
+    def _check_experts(self, *, has_experts: bool) -> None:
+        if self._replays and not has_experts:
+            raise ValueError(
+                f"router_replay={self.moe.router_replay!r} is for a mixture of experts, and "
+                f"{self._hf_config.model_type} has none. Leave it out."
+            )
+
+    @property
+    def _replays(self) -> bool:
+        # of the policy alone: a reference or a critic has other weights, to which these choices mean nothing
+        return self.config.role == "actor" and self.moe.router_replay != "off"
+
     def _prepare(self, chunks: list[nn.Module]) -> None:
+        if vars(chunks[0])["config"].num_moe_experts is not None:
+            self._expert_choices = ExpertChoices(chunks) if self._replays else None
+            self._expert_load = None if self.config.optimizer is None else ExpertLoad(chunks)
         for chunk in chunks:
             if vars(chunk)["pre_process"]:
                 freeze_padding_row(chunk, self._hf_config.pad_token_id)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_rlhf.engines.megatron.layout import collective_device
+from lightning_rlhf.metrics import Metric
 
 
 class ExpertLoad:
@@ -53,6 +54,12 @@ class ExpertLoad:
         dist.all_reduce(total)
         self._counts.zero_()
         return total
+
+    def metrics(self) -> dict[str, Metric]:
+        """``imbalance`` of the counts since the last call, the same on all ranks. Collective over the world."""
+        busiest, idle = imbalance(self.read())
+        found = {"expert_load_max": busiest, "idle_experts": idle}
+        return {name: Metric.of(torch.tensor(value)) for name, value in found.items()}
 
 
 def imbalance(counts: Tensor) -> tuple[float, float]:

@@ -30,6 +30,7 @@ class PackedMicroBatch:
         predictors: ``[num_tokens]`` int64, for each token of the batch the place, in the ranks' positions one after the
             other, that predicts it; only meant where ``asked``.
         asked: ``[num_tokens]`` bool, tokens whose outputs are asked for.
+        places: ``[num_tokens]`` int64, for each token of the batch its own place in those positions.
     """
 
     tokens: Tensor
@@ -40,6 +41,7 @@ class PackedMicroBatch:
     max_length: int
     predictors: Tensor
     asked: Tensor
+    places: Tensor
 
     @property
     def num_local(self) -> int:
@@ -73,6 +75,29 @@ class PackedMicroBatch:
         local = columns.new_zeros(self.num_local, columns.shape[1]).index_copy(0, self.scored, columns)
         whole = local if group is None else gather_for_all(local, group)
         return torch.where(self.asked[:, None], whole[self.predictors], 0.0)
+
+    def of_tokens(self, positions: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
+        """From what this rank's positions hold to what the tokens hold, on every rank; no gradients. Collective.
+
+        Args:
+            positions: ``[num_local, ...]``.
+            group: the context-parallel ranks; None for one.
+
+        Returns:
+            ``[num_tokens, ...]`` in the batch's order.
+        """
+        if group is None:
+            return positions[self.places]
+        shares = [torch.empty_like(positions) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shares, positions.contiguous(), group=group)
+        return torch.cat(shares)[self.places]
+
+    def at_positions(self, tokens: Tensor, *, fill: int, group: dist.ProcessGroup | None) -> Tensor:
+        """The way back of ``of_tokens``: ``[num_local, ...]`` of ``[num_tokens, ...]``, ``fill`` on padding."""
+        size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        whole = tokens.new_full((self.num_local * size, *tokens.shape[1:]), fill)
+        whole[self.places] = tokens
+        return whole.chunk(size)[rank]
 
 
 def alignment(*, tensor_parallel_size: int, context_parallel_size: int, sequence_parallel: bool) -> int:
@@ -135,6 +160,7 @@ def pack(
         max_length=int(padded.max()),
         predictors=place[(at - 1).clamp(min=0)],
         asked=asked,
+        places=place[at],
     )
 
 

@@ -54,10 +54,17 @@ def test_no_losses_of_routers_by_default() -> None:
     assert (found.moe_router_load_balancing_type, found.moe_aux_loss_coeff, found.moe_z_loss_coeff) == ("none", 0, None)
 
 
-@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
-def test_balances_that_depend_on_the_layout_are_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match=f"load_balancing='{kind}'"):
-        config("qwen3_moe", moe=MoEOptions(load_balancing=kind))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"router_replay": "rollout"}, "is blocked: vLLM 0.32 .* requires Triton"),
+        ({"router_replay": "r2"}, r"one of \('off', 'old'\), got 'r2'"),
+        ({"dispatcher": "flex"}, r"one of \('alltoall', 'allgather'\), got 'flex'"),
+    ],
+)
+def test_options_of_experts_that_there_are_not(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoEOptions(**options)
 
 
 def test_other_dtypes_are_refused() -> None:
