@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -81,12 +81,9 @@ class RemoteReward:
             {"prompt": prompt, "response": response, "metadata": self._selected(facts)}
             for prompt, response, facts in zip(prompts, responses, metadata, strict=True)
         ]
-        found: list[float | Failure] = []
         # in a thread of its own: the caller's may run an event loop already
-        thread = threading.Thread(target=lambda: found.extend(asyncio.run(self._ask_all(rows))))
-        thread.start()
-        thread.join()
-        return found
+        with ThreadPoolExecutor(1, thread_name_prefix="remote_reward") as pool:
+            return pool.submit(lambda: asyncio.run(self._ask_all(rows))).result()
 
     def _selected(self, metadata: dict[str, Any]) -> dict[str, Any]:
         return metadata if self.fields is None else {name: metadata.get(name) for name in self.fields}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -206,3 +207,11 @@ def test_other_addresses_are_refused(url: str) -> None:
 def test_numbers_that_cannot_be_meant_are_refused() -> None:
     with pytest.raises(ValueError, match="retries=-1"):
         RemoteReward("http://localhost", retries=-1)
+
+
+def test_what_breaks_the_asking_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where aiohttp is missing: not an answer of the wrong length."""
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    scores = score(RemoteReward("http://127.0.0.1:1/"), ["p"] * 2, ["a", "b"], [{}, {}])
+    assert scores.num_failed == 2
+    assert "row 0, remote: ModuleNotFoundError: import of aiohttp halted" in scores.errors[0]
