@@ -88,7 +88,16 @@ class ServedReplica(Replica):
 
 
 def replicas_of(engine: ServedRolloutEngine) -> list[Replica]:
-    """The replicas that can be fed now; none on a rank that does not lead."""
+    """The replicas that can be fed now, after a wait for the first one if all are starting; none on other ranks."""
     if not engine.leads:
         return []
+    engine.start_call(engine.pool.wait_for_one()).result()
     return [ServedReplica(engine, one) for one in engine.pool.replicas if one.state in ("up", "unready")]
+
+
+def losses_of(engine: ServedRolloutEngine) -> int:
+    """Looks at every replica; how often one was found gone or hanging so far. 0 on a rank that does not lead."""
+    if not engine.leads:
+        return 0
+    engine.start_call(engine.pool.look()).result()
+    return engine.pool.losses

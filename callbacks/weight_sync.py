@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,6 +20,7 @@ from lightning_rlhf.weights.manager import (
     PROBE_TOLERANCE_FP32,
     CheckpointEngineManager,
     Receipt,
+    TrainerRankLostError,
 )
 
 PROBE_TEXT = "A probe: both sides read these words and must agree on each of them."
@@ -31,6 +34,7 @@ class WeightSync(RLCallback):
 
     Args:
         engine: the checkpoint engine that carries the tensors, by name.
+        engine_kwargs: its own arguments, such as ``{"folder": ...}`` of ``disk`` or ``{"bucket_bytes": ...}``.
         every: ``"optimizer_step"`` pushes after each step of the actor; ``"rollout"`` once, before the next rollout,
             which saves pushes that nobody reads when an RL step takes several optimizer steps; a number ``n`` after
             every n-th, for rollouts that run ahead anyway (``VLLMRollout(max_staleness=...)``).
@@ -45,12 +49,13 @@ class WeightSync(RLCallback):
         self,
         *,
         engine: str = "naive",
+        engine_kwargs: Mapping[str, Any] | None = None,
         every: Literal["optimizer_step", "rollout"] | int = "optimizer_step",
         probe_tolerance: float | None = None,
     ) -> None:
         if every not in ("optimizer_step", "rollout") and not (isinstance(every, int) and every >= 1):
             raise ValueError(f"WeightSync(every={every!r}): expected 'optimizer_step', 'rollout' or a number of steps.")
-        self.checkpoint_engine = CheckpointEngineRegistry.new(engine)
+        self.checkpoint_engine = CheckpointEngineRegistry.new(engine, **(engine_kwargs or {}))
         self.every = every
         self.probe_tolerance = probe_tolerance
         self.last_receipt: Receipt | None = None
@@ -66,9 +71,8 @@ class WeightSync(RLCallback):
             return
         # before the first rollout there is no engine to push to; ensure_fresh serves it then
         if self._manager is not None:
-            self._find_replicas(self._manager)
             with module.timed("sync"):
-                self._keep(module, self._manager.update_weights(module.policy_version))
+                self._keep(module, self._push(self._manager, module.policy_version))
 
     @override
     def on_load_checkpoint(
@@ -100,9 +104,8 @@ class WeightSync(RLCallback):
             return
         self._find_replicas(self._manager)
         with module.timed("sync"):
-            receipt = self._manager.ensure_fresh(module.policy_version)
-        if receipt is not None:
-            self._keep(module, receipt)
+            if self._manager.is_stale(module.policy_version):
+                self._keep(module, self._push(self._manager, module.policy_version))
 
     def _build_manager(self, module: OnPolicyModule, rollout: RolloutEngine) -> CheckpointEngineManager:
         bf16 = module.actor.config.compute_dtype is torch.bfloat16
@@ -114,6 +117,31 @@ class WeightSync(RLCallback):
             probe_token_ids=module.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:24],
             probe_tolerance=tolerance if self.probe_tolerance is None else self.probe_tolerance,
         )
+
+    def _push(self, manager: CheckpointEngineManager, version: int) -> Receipt:
+        """Pushes, and again to those that are left whenever replicas are lost in the middle. Collective."""
+        if not self.checkpoint_engine.remote:
+            return manager.update_weights(version)
+        while True:
+            losses = self._losses()
+            self._find_replicas(manager)
+            try:
+                return manager.update_weights(version)
+            except TrainerRankLostError:
+                raise
+            except Exception as error:  # all ranks are here: the manager raises on every one or on none
+                lost = self._losses() > losses
+                if not manager.any_rank(lost):
+                    raise
+                warnings.warn(f"A replica was lost in a push, which is made again without it: {error}", stacklevel=2)
+
+    def _losses(self) -> int:
+        """How often replicas were lost so far, by a look at each of them."""
+        from lightning_rlhf.callbacks.served_replicas import losses_of
+        from lightning_rlhf.rollout.served import ServedRolloutEngine
+
+        assert isinstance(self._rollout, ServedRolloutEngine)  # _find_replicas
+        return losses_of(self._rollout)
 
     def _find_replicas(self, manager: CheckpointEngineManager) -> None:
         """Those that are there now: one that started again is new, and one that is gone is left out."""

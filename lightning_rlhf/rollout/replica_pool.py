@@ -65,6 +65,9 @@ class ReplicaPool:
         start_seconds: longest time from its start until it answers; also the longest wait for any replica to serve.
         check_seconds: between two looks at a replica that is up.
         max_losses: how often one request may be lost with its replica before the run stops.
+
+    Attributes:
+        losses: how often a replica that had answered was found gone or hanging.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class ReplicaPool:
         self.replicas = [Replica(index=index, client=client) for index, client in enumerate(clients)]
         self.ledger = Ledger()
         self.version: int | None = None
+        self.losses = 0
         self._fleet = fleet
         self._leads = leads
         self._router = Router(len(clients), offset=offset)
@@ -171,6 +175,7 @@ class ReplicaPool:
             if now - replica.started < self._start_seconds:
                 return
             why = f"it did not answer within {self._start_seconds:g} s of its start: {why}"
+        self.losses += replica.state in ("up", "unready")
         replica.started = now
         await self._set(replica, "down", why)
         if self._fleet is not None:
@@ -182,6 +187,7 @@ class ReplicaPool:
         if self._fleet is None:
             return
         replica.deaths += 1
+        self.losses += replica.state in ("up", "unready")
         replica.version = None
         if replica.deaths > self._max_deaths:
             await self._set(replica, "dead", f"it ended {replica.deaths} times, the last time {how}")
@@ -198,8 +204,12 @@ class ReplicaPool:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    async def run(self, group: Sequence[PendingRequest]) -> None:
+    async def run(self, group: Sequence[PendingRequest], *, push_may_come: bool = True) -> None:
         """Has every request of a group answered, once, by whatever replicas; the answers are in the requests.
+
+        Args:
+            group: the requests.
+            push_may_come: whether weights may be pushed while these wait; a replica without weights is no hope if not.
 
         Raises:
             RuntimeError: if no replica can serve, or a request was lost too often.
@@ -208,7 +218,7 @@ class ReplicaPool:
         waiting = {request.request_id: request for request in group}
         while waiting:
             size = len(waiting)
-            replica = await self._acquire(group[0].prompt, size)
+            replica = await self._acquire(group[0].prompt, size, push_may_come=push_may_come)
             try:
                 await self._send(replica, waiting)
             except ReplicaLostError as error:
@@ -217,24 +227,37 @@ class ReplicaPool:
                 self._router.done(replica.index, size=size)
         self.ledger.settle(group)
 
-    async def _acquire(self, prompt: Sequence[int], size: int) -> Replica:
+    async def _acquire(self, prompt: Sequence[int], size: int, *, push_may_come: bool) -> Replica:
         async with self._changed:
             try:
                 async with asyncio.timeout(self._start_seconds):
-                    await self._changed.wait_for(lambda: self._available() or self._hopeless())
+                    await self._changed.wait_for(
+                        lambda: self._available() or self._hopeless(push_may_come=push_may_come)
+                    )
             except TimeoutError:
                 raise RuntimeError(
                     f"No replica could take requests within {self._start_seconds:g} s: {self.describe()}."
                 ) from None
             if not self._available():
-                raise RuntimeError(f"No replica is left to take requests: {self.describe()}.")
+                remedy = (
+                    ""
+                    if self._hopeless()
+                    else (
+                        " One that has started again gets its weights at the next push, which cannot come while this "
+                        "rollout waits. More replicas help, and WeightSync(engine='naive'), which keeps a snapshot."
+                    )
+                )
+                raise RuntimeError(f"No replica is left to take requests: {self.describe()}.{remedy}")
             return self.replicas[self._router.pick(prompt, size=size, available=self._available())]
 
     def _available(self) -> list[int]:
         return [replica.index for replica in self.replicas if replica.state == "up"]
 
-    def _hopeless(self) -> bool:
-        return all(replica.state == "dead" for replica in self.replicas)
+    def _hopeless(self, *, push_may_come: bool = True) -> bool:
+        def needs_push(replica: Replica) -> bool:
+            return self._leads and self._load is None and replica.state == "unready" and replica.version is None
+
+        return all(replica.state == "dead" or (not push_may_come and needs_push(replica)) for replica in self.replicas)
 
     async def _send(self, replica: Replica, waiting: dict[str, PendingRequest]) -> None:
         bodies = [request.body() for request in waiting.values()]
@@ -303,6 +326,18 @@ class ReplicaPool:
     async def note_version(self, replica: Replica, version: int | None) -> None:
         """One replica was told its version by somebody else than `set_version`."""
         await self._judge(replica, version)
+
+    async def look(self) -> None:
+        """Finds out which replicas are gone or hang; those are out of service afterwards, and started again."""
+        await self._all(lambda client: client.health())
+
+    async def wait_for_one(self) -> None:
+        """Waits until some replica answers, or none ever will, or the longest time of a start is over."""
+        with suppress(TimeoutError):
+            async with self._changed, asyncio.timeout(self._start_seconds):
+                await self._changed.wait_for(
+                    lambda: self._hopeless() or any(replica.state in ("unready", "up") for replica in self.replicas)
+                )
 
     async def ask_all(self, call: Callable[[ReplicaClient], Awaitable[Any]]) -> list[Any]:
         """One answer of each replica that answers at all."""

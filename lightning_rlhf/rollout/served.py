@@ -161,7 +161,10 @@ class ServedRolloutEngine(RolloutEngine):
                 "(load_weights, then weight_version) before sampling."
             )
         groups = [
-            self.start_group(prompts, index, sampling, rl_step=rl_step, version=self._version)
+            # the caller waits, and pushes nothing meanwhile
+            self._start(
+                self._group(prompts, index, sampling, rl_step=rl_step, version=self._version, push_may_come=False)
+            )
             for index in range(len(prompts))
         ]
         try:
@@ -186,7 +189,14 @@ class ServedRolloutEngine(RolloutEngine):
         return self._start(self._group(prompts, index, sampling, rl_step=rl_step, version=version))
 
     async def _group(
-        self, prompts: PromptBatch, index: int, sampling: SamplingConfig, *, rl_step: int, version: int
+        self,
+        prompts: PromptBatch,
+        index: int,
+        sampling: SamplingConfig,
+        *,
+        rl_step: int,
+        version: int,
+        push_may_come: bool = True,
     ) -> list[RolloutSequence]:
         prompt = list(prompts.prompt_token_ids[index])
         budget = response_budget(len(prompt), max_model_len=self.max_model_len, max_new_tokens=sampling.max_new_tokens)
@@ -204,7 +214,7 @@ class ServedRolloutEngine(RolloutEngine):
             )
             for sample in range(sampling.n if budget else 0)
         ]
-        await self._answer(requests)
+        await self._answer(requests, push_may_come=push_may_come)
         return [
             to_sequence(
                 prompts,
@@ -226,13 +236,13 @@ class ServedRolloutEngine(RolloutEngine):
     def _request(self, prompt: list[int], params: dict[str, Any]) -> PendingRequest:
         return PendingRequest(request_id=f"{self._prefix}-{next(self._serials)}", prompt=prompt, params=params)
 
-    async def _answer(self, requests: Sequence[PendingRequest]) -> None:
+    async def _answer(self, requests: Sequence[PendingRequest], *, push_may_come: bool = True) -> None:
         if not requests:
             return
         mine = {request.request_id: request for request in requests}
         self._pending.update(mine)
         try:
-            await self.pool.run(requests)
+            await self.pool.run(requests, push_may_come=push_may_come)
         finally:
             for request_id in mine:
                 del self._pending[request_id]

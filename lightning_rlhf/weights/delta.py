@@ -29,6 +29,8 @@ from lightning_rlhf.weights.transform import NamedTensors, StreamTransform
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _INT32_PLACES = 2**31
+EXACT = (".gate.weight", "router")
+"""Routers of experts choose by small differences: engines keep theirs in the trainer's dtype."""
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -44,15 +46,19 @@ class DeltaTransform(StreamTransform):
 
     Args:
         dense_every: how often everything travels whole.
+        dtype: that matrices are rounded to before they are compared; None keeps what the trainer has.
+        exact: parts of the names of matrices that keep their dtype all the same.
 
     Attributes:
         payload_share: bytes of the last stream over those of its tensors.
     """
 
-    def __init__(self, *, dense_every: int) -> None:
+    def __init__(self, *, dense_every: int, dtype: torch.dtype | None = None, exact: Sequence[str] = EXACT) -> None:
         if dense_every < 1:
             raise ValueError(f"dense_every={dense_every}: expected at least 1 (1 sends every sync whole).")
         self.dense_every = dense_every
+        self.dtype = dtype
+        self.exact = tuple(exact)
         self.payload_share = 1.0
         self._session = secrets.token_hex(8)
         self._syncs = 0
@@ -70,11 +76,16 @@ class DeltaTransform(StreamTransform):
         payload = whole = 0
         yield f"base:{self._session}-{self._syncs + 1}", torch.empty(0)
         for name, tensor in stream:
-            whole += tensor.nbytes
-            for part, content in self._parts(name, tensor.detach().to("cpu")):
+            new = self._rounded(name, tensor.detach()).to("cpu")
+            whole += new.nbytes
+            for part, content in self._parts(name, new):
                 payload += content.nbytes
                 yield f"{part}:{name}", content
         self.payload_share = payload / max(1, whole)
+
+    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+        wider = self.dtype is not None and tensor.is_floating_point() and tensor.itemsize > self.dtype.itemsize
+        return tensor.to(self.dtype) if wider and tensor.ndim > 1 and not any(e in name for e in self.exact) else tensor
 
     def _parts(self, name: str, new: Tensor) -> Iterator[tuple[str, Tensor]]:
         held = self._held.get(name)
@@ -159,17 +170,33 @@ class DeltaCheckpointEngine(CheckpointEngine):
     Args:
         link: the engine that carries them, by name.
         dense_every: how often everything travels whole.
+        dtype: ``"bfloat16"`` for rollout engines that compute in it, while the trainer has its weights in fp32:
+            matrices are rounded before they are compared. A small step moves every fp32 element, and few of the
+            rounded ones. Vectors, and matrices with a part of their name in ``exact``, keep their dtype.
+        exact: see there.
         **kwargs: that engine's.
     """
 
     remote = True
 
-    def __init__(self, *, link: str = "shm", dense_every: int = 20, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        link: str = "shm",
+        dense_every: int = 20,
+        dtype: str | None = None,
+        exact: Sequence[str] = EXACT,
+        **kwargs: Any,
+    ) -> None:
+        if dtype not in (None, "bfloat16", "float16"):
+            raise ValueError(f"dtype={dtype!r}: expected 'bfloat16', 'float16' or None.")
         inner = CheckpointEngineRegistry.new(link, **kwargs)
         if not isinstance(inner, ConnectedCheckpointEngine):
             raise ValueError(f"link={link!r} connects no processes; delta goes over shm, nccl, nixl, mooncake or disk.")
         self.link = link
-        self.transform = inner.transform = DeltaTransform(dense_every=dense_every)
+        self.transform = inner.transform = DeltaTransform(
+            dense_every=dense_every, dtype=None if dtype is None else getattr(torch, dtype), exact=exact
+        )
         self.inner = inner
 
     @property

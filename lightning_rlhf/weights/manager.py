@@ -29,6 +29,10 @@ PROBE_TOLERANCE_FP32 = 1e-2
 PROBE_TOLERANCE_BF16 = 1.0
 
 
+class TrainerRankLostError(RuntimeError):
+    """Another rank of the trainer does not answer: nothing that needs all of them can be done any more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
     """What a sync found.
@@ -104,8 +108,11 @@ class CheckpointEngineManager:
 
     def ensure_fresh(self, version: int) -> Receipt | None:
         """Pushes if some replica does not hold ``version``. Collective: all ranks decide alike."""
-        stale = any(replica.weight_version != version for replica in self.replicas)
-        return self.update_weights(version) if self._any_rank(stale) else None
+        return self.update_weights(version) if self.is_stale(version) else None
+
+    def is_stale(self, version: int) -> bool:
+        """Whether some replica, of any rank, does not hold ``version``. Collective."""
+        return self.any_rank(any(replica.weight_version != version for replica in self.replicas))
 
     def update_weights(self, version: int) -> Receipt:
         """Pushes the trainer's weights. Collective.
@@ -211,14 +218,22 @@ class CheckpointEngineManager:
 
     def _agree(self, failure: Exception | None) -> None:
         """Raises on every rank if some rank failed, so that none waits for it in its next collective."""
-        failed = self._any_rank(failure is not None)
+        try:
+            failed = self.any_rank(failure is not None)
+        except RuntimeError as error:
+            self._tell_all("retire")
+            first = failure or error
+            raise TrainerRankLostError(
+                f"Weight sync: another trainer rank is gone or silent; this rank saw {type(first).__name__}: {first}"
+            ) from first
         if failure is not None:
             raise failure
         if failed:
             self._tell_all("retire")
             raise RuntimeError("The weight sync failed on another rank; its own message says how.")
 
-    def _any_rank(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on some rank. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return flag
         value = torch.tensor([int(flag)], device=self.engine.device)

@@ -154,6 +154,37 @@ def test_delta_is_dense_again_every_k_syncs_and_after_a_failure() -> None:
     assert torch.equal(got["w"], weights["w"])
 
 
+def test_d06_delta_rounds_matrices_before_it_compares_them_and_nothing_else() -> None:
+    pair = Pair()
+    pair.sender.dtype = torch.bfloat16
+    bias = torch.tensor([1.0010, 1.0020])
+    weights = {
+        "w": torch.ones(40, 40),
+        "mlp.gate.weight": torch.ones(2, 40),
+        "mlp.gate.bias": bias,
+        "id": torch.arange(4),
+    }
+    got, _ = pair.sync(weights)
+    assert {name: tensor.dtype for name, tensor in got.items()} == {
+        "w": torch.bfloat16,
+        "mlp.gate.weight": torch.float32,
+        "mlp.gate.bias": torch.float32,
+        "id": torch.int64,
+    }
+    assert torch.equal(got["mlp.gate.bias"], bias)
+    weights["w"] += 1e-4  # less than half of what bf16 resolves at 1
+    weights["w"][3, :2] += 0.1
+    weights["mlp.gate.weight"][0, 0] += 1e-4
+    got, labels = pair.sync(weights)
+    router = "mlp.gate.weight"
+    changed = [f"{part}:{name}" for name in ("w", router) for part in ("at", "to", "sum")]
+    assert labels[1:] == [*changed, "sum:mlp.gate.bias", "sum:id"]
+    assert torch.equal(got["w"], weights["w"].bfloat16())
+    assert pair.sender.payload_share == (2 * (4 + 2) + (4 + 4) + 4 * 8) / (3200 + 320 + 8 + 32)
+    with pytest.raises(ValueError, match="'bfloat16', 'float16' or None"):
+        DeltaCheckpointEngine(dtype="fp8")
+
+
 def test_delta_notices_that_the_receiver_holds_something_else() -> None:
     pair = Pair()
     weights = {"w": torch.zeros(100)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.fork import run_distributed
+from support.fork import DistributedError, run_distributed
 from support.receivers import Forked
 from torch import Tensor
 
@@ -223,6 +225,51 @@ def test_the_other_trainer_ranks_raise_too_and_hang_nowhere() -> None:
     first, second = run_distributed(rank, 2, timeout=60.0)
     assert "peer 'a'" in first
     assert "failed on another rank" in second
+
+
+def test_a_trainer_rank_that_dies_in_the_gather_ends_the_push_on_the_others() -> None:
+    def rank() -> None:
+        trainer = TinyTrainer()
+        if dist.get_rank() == 0:
+            _, _, replicas = start({"a": ""})
+            manager = new_manager(trainer, replicas)
+        else:
+            replicas, manager = [], new_manager(trainer, [])
+        manager.update_weights(0)
+        if dist.get_rank() == 1:
+            list(itertools.islice(trainer.get_per_tensor_param(), 2))  # takes part in half of the next push
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        try:
+            manager.update_weights(1)
+        finally:
+            assert time.monotonic() - begun < 10.0
+            assert [one.weight_version for one in replicas] == [None], "it samples with a mixture"
+
+    with pytest.raises(DistributedError, match=r"TrainerRankLostError: .*another trainer rank is gone or silent"):
+        run_distributed(rank, 2, timeout=60.0)
+
+
+def test_shared_memory_that_is_full_costs_no_replica_its_version() -> None:
+    def body() -> None:
+        hub, _, replicas = start({"a": ""})
+        trainer = TinyTrainer()
+        manager = new_manager(trainer, replicas)
+        manager.update_weights(0)
+        Served(hub, "late")
+        manager.add(hub.replicas(["late"])[0])  # new receivers get new slots
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a /dev/shm with half the room would
+        begun = time.monotonic()
+        with pytest.raises(OSError, match=r"/dev/shm has no room for 2 slots of 8192 bytes .* smaller bucket_bytes"):
+            manager.update_weights(1)
+        assert time.monotonic() - begun < 10.0
+        assert [one.weight_version for one in replicas] == [0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        manager.update_weights(1)
+        assert [one.weight_version for one in manager.replicas] == [1, 1]
+
+    in_own_process(body)
 
 
 def test_a_replica_joins_between_two_pushes() -> None:

@@ -1,0 +1,107 @@
+"""What share of the weights the `delta` checkpoint engine sends, over real GRPO steps.
+
+A run on the CPU samples, rewards and trains as usual. After each optimizer step the weights pass through the engine's
+own sender and receiver, as fp32 master weights and as a bf16 rollout engine takes them; what comes out is compared bit
+by bit with what went in. Run it with ``--model models/SmolLM2-135M-Instruct``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_rlhf.callbacks import HFRollout, WeightSync
+from lightning_rlhf.contracts.callback import OptimizerStep, RLCallback
+from lightning_rlhf.data import ListPrompts, PromptDataModule
+from lightning_rlhf.modules import GRPO, OnPolicyModule
+from lightning_rlhf.weights.delta import DeltaTransform
+
+
+def digits(prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float]:  # noqa: ARG001
+    """The share of a response's characters that are digits: every group has better and worse ones."""
+    return [sum(c.isdigit() for c in response) / max(len(response), 1) for response in responses]
+
+
+class Payload(RLCallback):
+    """Notes the share of the payload after each optimizer step, first whole (step 0), then changes alone."""
+
+    def __init__(self) -> None:
+        self.shares: dict[str, list[float]] = {"float32": [], "bfloat16": []}
+        self._pairs = {
+            name: tuple(DeltaTransform(dense_every=10**6, dtype=dtype) for _ in range(2))
+            for name, dtype in (("float32", None), ("bfloat16", torch.bfloat16))
+        }
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The first push, whole."""
+        self._push(pl_module)
+
+    def on_after_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: OptimizerStep) -> None:
+        """A push."""
+        if step.stepped:
+            self._push(pl_module)
+
+    def _push(self, module: pl.LightningModule) -> None:
+        assert isinstance(module, OnPolicyModule)
+        for name, (sender, receiver) in self._pairs.items():
+            stream = sender.encode(module.actor.get_per_tensor_param(), bases=[receiver.base])
+            got = dict(receiver.decode(stream))
+            for key, tensor in module.actor.get_per_tensor_param():
+                if not torch.equal(got[key], tensor.to(got[key].dtype)):
+                    raise RuntimeError(f"{key}: what came out of the changes is not what the trainer has.")
+            sender.sent()
+            receiver.received()
+            self.shares[name].append(round(sender.payload_share, 5))
+
+
+def main() -> None:
+    """Prints one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--prompts", type=int, default=4, help="of one step")
+    parser.add_argument("--rollouts", type=int, default=4, help="of one prompt")
+    parser.add_argument("--new-tokens", type=int, default=8)
+    arguments = parser.parse_args()
+    payload = Payload()
+    rollout = HFRollout(
+        num_rollouts=arguments.rollouts, max_new_tokens=arguments.new_tokens, max_model_len=32 + arguments.new_tokens
+    )
+    module = GRPO(
+        model=arguments.model,
+        reward=digits,
+        optimizer=partial(torch.optim.AdamW, lr=arguments.lr, weight_decay=0.0),
+        max_rl_steps=arguments.steps,
+    )
+    questions = [f"{i} + {i + 1} =" for i in range(arguments.prompts * arguments.steps)]
+    with TemporaryDirectory() as folder:
+        pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=-1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            callbacks=[rollout, WeightSync(every="rollout"), payload],
+        ).fit(module, PromptDataModule(ListPrompts(questions), prompts_per_step=arguments.prompts))
+    result = {
+        "model": arguments.model.name,
+        "lr": arguments.lr,
+        "steps": module.rl_step,
+        "payload_share": payload.shares,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
