@@ -215,6 +215,11 @@ def load(strategy: RLStrategy, path: Path) -> dict[str, Any]:
     Raises:
         ValueError: if the folder is not a whole checkpoint, or a file of it was changed.
     """
+    if path.is_file():
+        raise ValueError(
+            f"{path} is a file, as plain strategies write them; {type(strategy).__name__} reads the folders that RL "
+            "strategies write. Go on with strategy='auto' or 'ddp', or start from its export (`lightning-rlhf export`)."
+        )
     if not is_complete(path):
         raise ValueError(
             f"{path} is not a whole checkpoint of {type(strategy).__name__}: {MANIFEST} is missing or names files that "

@@ -92,7 +92,14 @@ class EngineConfig:
     lora: object | None = None
 
     def __post_init__(self) -> None:
-        """Refuses sizes that cannot be meant."""
+        """Refuses what cannot be meant, before anything is loaded."""
+        for name, source in (("optimizer", "parameters"), ("lr_schedule", "optimizer")):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(
+                    f"{name} must be a function that builds it from the {source}, once the model is sharded; got "
+                    f"{value!r}. Pass for example functools.partial(torch.optim.AdamW, lr=1e-6)."
+                )
         if self.micro_batch_size is not None and self.max_tokens_per_micro_batch is not None:
             raise ValueError(
                 f"Give micro_batch_size={self.micro_batch_size} or max_tokens_per_micro_batch="

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -65,6 +65,11 @@ class PromptDataModule(pl.LightningDataModule):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(source, (str, Path, Sequence)):
+            raise TypeError(
+                f"source must say where prompts come from, got {type(source).__name__}. Use rl.JSONLPrompts(path) for a "
+                "file, ListPrompts([...]) of lightning_rlhf.data for a list, or rl.ReasoningGymPrompts(...)."
+            )
         if overlong not in get_args(Overlong):
             raise ValueError(f"overlong must be one of {', '.join(get_args(Overlong))}, got {overlong!r}.")
         if max_prompt_tokens is not None and max_prompt_tokens < 1:

@@ -120,6 +120,11 @@ class JSONLPrompts:
             FileNotFoundError: if there is no such file.
             ValueError: for a bad row (``on_error="raise"``), a repeated uid, or a file without a single good row.
         """
+        if not self.path.is_file():
+            raise FileNotFoundError(
+                f"JSONLPrompts: there is no file {self.path} (looked for from {Path.cwd()}). Give the path of a JSON "
+                "Lines file, one object with a prompt a line."
+            )
         self.skipped_lines = {}
         prompts: list[Prompt] = []
         # Decoded line by line, so that bytes that are not UTF-8 are reported with their line.

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import get_args
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+from torch import nn
 
 from lightning_rlhf.algorithms.aggregation import AggregationMode
 from lightning_rlhf.algorithms.kl import KLEstimator
@@ -34,6 +39,53 @@ def check_arguments(
             raise ValueError(f"{name} must be at least 1, got {value}.")
     if seed < 0:
         raise ValueError(f"seed must not be negative, got {seed}.")
+
+
+def check_model(model: object) -> None:
+    """A model to load must be there: a directory with a configuration, an id of a hub, or a module.
+
+    Raises:
+        TypeError: for anything else.
+        FileNotFoundError: for a path to no directory, or to one that holds no model.
+    """
+    if isinstance(model, nn.Module):
+        return
+    expected = "model must be a Hugging Face directory or id, or a causal language model"
+    if not isinstance(model, (str, Path)):
+        raise TypeError(f"{expected}, got {type(model).__name__}. Pass for example 'models/SmolLM2-135M-Instruct'.")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{expected}; the directory {path} has no config.json. Pass the folder that save_pretrained or "
+                "`lightning-rlhf export` wrote."
+            )
+    elif isinstance(model, Path) or model.startswith(("/", "./", "../", "~", "models/")):
+        raise FileNotFoundError(
+            f"{expected}; there is no directory {path}. `lightning-rlhf prepare-model` writes SmolLM2-135M-Instruct."
+        )
+
+
+def check_reward(reward: Callable[..., Any]) -> None:
+    """What every on-policy module asks of its reward: a plain function of three lists.
+
+    Raises:
+        TypeError: saying what it is, and what it must take.
+    """
+    name = getattr(reward, "__name__", type(reward).__name__)
+    expected = "reward must be a function (prompts, responses, metadata) -> one number per response"
+    if not callable(reward):
+        raise TypeError(f"{expected}, got {reward!r}, which cannot be called. Pass a function.")
+    if inspect.iscoroutinefunction(reward):
+        raise TypeError(f"{expected}, got {name}, which is async. Pass a function that waits for it: asyncio.run(...).")
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind([], [], [])
+    except TypeError as error:
+        raise TypeError(f"{expected}, got {name}{signature}: {error}. Take all three by position.") from error
 
 
 def check_policy_loss(

@@ -21,7 +21,13 @@ from lightning_rlhf.algorithms.registry import Corrections, PolicyLoss
 from lightning_rlhf.contracts.engine import LRScheduleFactory, OptimizerFactory
 from lightning_rlhf.engines.adapter import adapter_facts
 from lightning_rlhf.metrics import Metric
-from lightning_rlhf.modules.arguments import check_choice, check_policy_loss, check_reference
+from lightning_rlhf.modules.arguments import (
+    check_choice,
+    check_model,
+    check_policy_loss,
+    check_reference,
+    check_reward,
+)
 from lightning_rlhf.modules.chosen_parts import chosen_correction, chosen_policy_loss, chosen_selection
 from lightning_rlhf.modules.mini_batch_selection import select_tokens
 from lightning_rlhf.modules.on_policy import COUNTERS_KEY, OnPolicyModule
@@ -80,6 +86,8 @@ class ClippedPolicyModule(OnPolicyModule):
         correction_args: Mapping[str, Any] | None,
         old_log_probs_from: OldLogProbs,
     ) -> None:
+        check_model(model)
+        check_reward(reward)
         check_policy_loss(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, kl_coef=kl_coef, kl_estimator=kl_estimator
         )

@@ -119,7 +119,7 @@ def test_ddp_validates_and_tests(tmp_path: Path, tiny_directory: Path) -> None:
 def test_a_strategy_that_cuts_the_module_itself_is_refused(tmp_path: Path) -> None:
     trainer = toy_trainer(tmp_path, strategy=ModelParallelStrategy())
     with pytest.raises(ValueError, match=r"strategy=ModelParallelStrategy\) cuts up the LightningModule itself.*'ddp'"):
-        trainer.fit(toy_module(tmp_path / "no model here"), toy_data())
+        trainer.fit(toy_module("no model here"), toy_data())
 
 
 def test_processes_by_fork_or_spawn_are_refused(tmp_path: Path) -> None:
