@@ -54,7 +54,10 @@ CASES = {
     ),
     "g01 another option's": (
         ["rollout=hf", "rollout.kv_cache_bytes=1"],
-        "rollout.kv_cache_bytes: unknown to lightning_rlhf.callbacks.HFRollout; it belongs to rollout=tools, rollout=vllm.",
+        (
+            "rollout.kv_cache_bytes: unknown to lightning_rlhf.callbacks.HFRollout; it belongs to rollout=tools, "
+            "rollout=vllm."
+        ),
     ),
     "type": (["algorithm.optimizer.lr=abc"], "algorithm.optimizer.lr: expected float, got 'abc'."),
     "literal": (
