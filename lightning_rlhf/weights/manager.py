@@ -27,6 +27,8 @@ from lightning_rlhf.weights.replica import LocalReplica, unpack_sample
 
 PROBE_TOLERANCE_FP32 = 1e-2
 PROBE_TOLERANCE_BF16 = 1.0
+MOVED_SHARE = 1e-2
+"""Of the tolerance: a trainer whose probe moved by more has moved, beyond what rounding could hide in the replica."""
 
 
 class TrainerRankLostError(RuntimeError):
@@ -95,6 +97,7 @@ class CheckpointEngineManager:
         self.timeout = timeout
         self.num_pushes = 0
         self._last_samples: dict[str, Tensor] = {}
+        self._last_probe: dict[str, tuple[Tensor, list[float]]] = {}
 
     def add(self, replica: Replica) -> None:
         """From the next push on, this replica takes part."""
@@ -202,19 +205,38 @@ class CheckpointEngineManager:
         failure: Exception | None = None
         difference = 0.0
         try:
-            for answer in self._ask_all("score", token_ids=self.probe_token_ids):
-                difference = max(difference, probe_difference(trainer, answer["log_probs"]))
+            answers = [one["log_probs"] for one in self._ask_all("score", token_ids=self.probe_token_ids)]
+            difference = max((probe_difference(trainer, answer) for answer in answers), default=0.0)
             if not difference <= self.probe_tolerance:
                 raise RuntimeError(
                     f"Weight sync to version {version}: trainer and rollout engine differ by {difference:.3g} nats on "
                     f"the probe (allowed {self.probe_tolerance:g}), though the tensors read back are equal. What "
                     f"cannot be read back is stale: a fused or tied weight, or the prefix cache."
                 )
+            self._check_moved(trainer, answers, version)
         except Exception as error:  # noqa: BLE001 (raised by _agree)
             failure = error
             self._tell_all("retire")
         self._agree(failure)
         return difference
+
+    def _check_moved(self, trainer: Tensor, answers: list[list[float]], version: int) -> None:
+        """A replica whose every log-prob is the last push's, to the bit, though the trainer's moved, got nothing new.
+
+        It finds what reading back cannot see and the probe's tolerance lets pass: small steps, an adapter's above all.
+        """
+        for replica, answer in zip(self.replicas, answers, strict=True):
+            last_trainer, last_answer = self._last_probe.get(replica.replica_id, (trainer, None))
+            moved = (trainer - last_trainer).abs().max().item()
+            if answer == last_answer and moved > MOVED_SHARE * self.probe_tolerance:
+                raise RuntimeError(
+                    f"Weight sync to version {version}: the trainer's log-probs on the probe moved by up to "
+                    f"{moved:.3g} nats since the last push, those of the rollout engine ({replica.replica_id}) by nothing "
+                    f"at all: it still samples with the old weights."
+                )
+        self._last_probe = {
+            replica.replica_id: (trainer, answer) for replica, answer in zip(self.replicas, answers, strict=True)
+        }
 
     def _agree(self, failure: Exception | None) -> None:
         """Raises on every rank if some rank failed, so that none waits for it in its next collective."""
