@@ -26,6 +26,7 @@ class ModelShape:
         num_kv_heads: of keys and values.
         head_dim: of one head.
         vocab_size: of the head.
+        expert_parameters: of the experts of its largest decoder layer, among ``layer_parameters``.
     """
 
     num_parameters: int
@@ -37,6 +38,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    expert_parameters: int = 0
 
     @property
     def root_parameters(self) -> int:

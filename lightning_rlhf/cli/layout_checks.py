@@ -45,7 +45,7 @@ def mesh_sizes(values: Mapping[str, Any], processes: int) -> dict[str, int]:
         ValueError: if the sizes do not multiply to it.
     """
     if f"{_PREFIX}tensor_parallel_size" in values:
-        return _megatron_sizes(_megatron_layout(values), processes)
+        return _megatron_sizes(megatron_layout(values), processes)
     given = {
         key.removeprefix(_PREFIX).removesuffix(_SUFFIX): value
         for key, value in values.items()
@@ -54,7 +54,8 @@ def mesh_sizes(values: Mapping[str, Any], processes: int) -> dict[str, int]:
     return resolve_sizes(given, world_size=processes) if given else {}
 
 
-def _megatron_layout(values: Mapping[str, Any]) -> MegatronLayout:
+def megatron_layout(values: Mapping[str, Any]) -> MegatronLayout:
+    """The sizes of ``megatron_rl``; ``values`` as for ``world_size``."""
     names = [spec.name for spec in dataclasses.fields(MegatronLayout)]
     return MegatronLayout(**{name: values[_PREFIX + name] for name in names if _PREFIX + name in values})
 
@@ -85,7 +86,7 @@ def layout_problems(values: Mapping[str, Any], model: str) -> list[str]:
         if f"{_PREFIX}tensor_parallel_size" in values:
             config = _text_config(model)
             if config is not None:
-                check_layout(_megatron_layout(values), config, processes)
+                check_layout(megatron_layout(values), config, processes)
     except ValueError as error:
         return [f"strategy: {error}"]
     return [] if sizes.get("sp", 1) == 1 else _head_problems(sizes["sp"], model)

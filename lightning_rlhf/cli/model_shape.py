@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_rlhf.cli.architectures import model_config
@@ -44,7 +45,13 @@ def read_model_shape(path: str | Path) -> ModelShape:
         num_kv_heads=int(numbers.get("num_key_value_heads") or num_heads),
         head_dim=int(numbers.get("head_dim") or numbers["hidden_size"] // num_heads),
         vocab_size=int(numbers["vocab_size"]),
+        expert_parameters=max((_expert_parameters(layer) for layer in layers), default=0),
     )
+
+
+def _expert_parameters(layer: nn.Module) -> int:
+    named = layer.named_parameters()
+    return sum(parameter.numel() for name, parameter in named if "experts" in name.split("."))
 
 
 def _mlp_width(numbers: dict[str, Any]) -> int:

@@ -17,6 +17,7 @@ from lightning_rlhf.cli.estimate import (
     training_memory,
     value_model,
 )
+from lightning_rlhf.cli.estimate_megatron import megatron_memory_of_run
 from lightning_rlhf.cli.layout_checks import mesh_sizes, world_size
 from lightning_rlhf.cli.model_shape import read_model_shape
 from lightning_rlhf.cli.plan_batches import BatchSizes, MicroBatches, bound_micro_batches
@@ -255,8 +256,7 @@ class _Planner:
 
     def _shape(self) -> ModelShape | None:
         if "tp" in self.axes:
-            self.notes.append("Memory and communication are not estimated for megatron_rl.")
-            return None
+            self.notes.append("megatron_rl: communication is not estimated, and a critic's memory is not counted.")
         try:
             return read_model_shape(str(self.cfg.model.path))
         except ValueError as error:
@@ -299,6 +299,13 @@ class _Planner:
         # without known lengths the budget is the bound
         limit = self.values.get("algorithm.max_tokens_per_micro_batch")
         tokens = micro_batches.tokens if micro_batches else int(limit or 0)
+        if "tp" in self.axes:
+            parts = megatron_memory_of_run(
+                self.values, shape, data_parallel=self.ranks, compute_bytes=self._compute_bytes,
+                state_bytes=self._state_bytes(), tokens=tokens, has_reference=self._has_reference,
+            )  # fmt: skip
+            parts |= self._rollout_memory(shape, prompt_lengths)
+            return {**parts, "total": sum(parts.values())}  # a critic is not counted
         parts = training_memory(
             shape,
             layout=self._layout,
@@ -350,7 +357,7 @@ class _Planner:
         critic_micro_batches: MicroBatches | None,
         pushes: int,
     ) -> dict[str, int] | None:
-        if shape is None or micro_batches is None:
+        if shape is None or micro_batches is None or "tp" in self.axes:
             return None
         # old log-probs are scored only where several updates share rollouts, or the reward reads them
         in_reward = self._has_reference and self.values.get("algorithm.kl_in") == "reward"

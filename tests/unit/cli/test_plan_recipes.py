@@ -86,6 +86,18 @@ def test_the_megatron_recipe_uses_every_axis(capsys: pytest.CaptureFixture[str],
     assert plan["processes"] == {
         "world_size": 32, "data_parallel_size": 2, "axes": {"pp": 2, "dp": 2, "cp": 2, "tp": 4},
     }  # fmt: skip
+    memory = plan["memory_per_rank"]
+    assert 0.4 * 141 * GB < memory["total"] < 0.9 * 141 * GB, memory
+    # 24 of 48 layers, 128 experts of three 2048 x 768 matrices over ep 8; the rest over tp 4
+    experts = 24 * 128 * 3 * 2048 * 768 // 8
+    attention = 2048 * (32 + 2 * 4) * 128 + 32 * 128 * 2048 + 2 * 128
+    layer = attention + 128 * 2048 + 2 * 2048  # router, two norms
+    dense = -(-(24 * layer + 151936 * 2048) // 4)
+    assert memory["parameters"] == 2 * (experts + dense)
+    assert memory["gradients"] == 4 * (experts + dense)
+    # fp32 parameters and two moments: dense over dp x cp = 4, experts over the 16 / 8 ranks that hold the same ones
+    assert memory["optimizer_state"] == 12 * (experts // 2 + -(-dense // 4))
+    assert memory["rollout_weights"] == 2 * read_model_shape("Qwen/Qwen3-30B-A3B").num_parameters
     for wrong, message in (
         ("strategy.pipeline_parallel_size=5", "not a multiple"),
         ("strategy.expert_parallel_size=3", "not a multiple"),
