@@ -231,8 +231,8 @@ class CheckpointEngineManager:
             if answer == last_answer and moved > MOVED_SHARE * self.probe_tolerance:
                 raise RuntimeError(
                     f"Weight sync to version {version}: the trainer's log-probs on the probe moved by up to "
-                    f"{moved:.3g} nats since the last push, those of the rollout engine ({replica.replica_id}) by nothing "
-                    f"at all: it still samples with the old weights."
+                    f"{moved:.3g} nats since the last push, those of the rollout engine ({replica.replica_id}) by "
+                    f"nothing at all: it still samples with the old weights."
                 )
         self._last_probe = {
             replica.replica_id: (trainer, answer) for replica, answer in zip(self.replicas, answers, strict=True)
