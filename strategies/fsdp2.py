@@ -19,6 +19,7 @@ class FSDP2RLStrategy(RLStrategy):
             leaves.
         dp_replicate_size: copies of that group (hybrid sharding).
         reshard_after_forward: free a layer's full parameters between its forward and backward.
+        cpu_offload: keep parameters, gradients and optimizer state on the host, see ``engines.fsdp2.FSDP2Engine``.
         share_prompts: compute the tokens that rollouts of one prompt begin with once in a micro-batch; pays where
             prompts are long beside the responses. See ``EngineConfig.share_prompts``.
         timeout_seconds: how long a collective may wait for a peer.
@@ -33,6 +34,7 @@ class FSDP2RLStrategy(RLStrategy):
         dp_shard_size: int | Literal["auto"] = "auto",
         dp_replicate_size: int = 1,
         reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
         share_prompts: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
@@ -40,6 +42,7 @@ class FSDP2RLStrategy(RLStrategy):
         super().__init__(timeout_seconds=timeout_seconds, process_group_backend=process_group_backend)
         self.sizes: dict[str, int | Literal["auto"]] = {"dp_replicate": dp_replicate_size, "dp_shard": dp_shard_size}
         self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
         self.share_prompts = share_prompts
 
     @override
@@ -49,7 +52,11 @@ class FSDP2RLStrategy(RLStrategy):
 
     @override
     def engine_arguments(self) -> dict[str, Any]:
-        return {"mesh": self.mesh, "reshard_after_forward": self.reshard_after_forward}
+        return {
+            "mesh": self.mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            "cpu_offload": self.cpu_offload,
+        }
 
     @property
     @override

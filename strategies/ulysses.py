@@ -21,6 +21,7 @@ class UlyssesRLStrategy(FSDP2RLStrategy):
         dp_shard_size: groups of them that share one copy of the parameters; ``"auto"`` takes all that are left.
         dp_replicate_size: such copies (hybrid sharding).
         reshard_after_forward: free a layer's full parameters between its forward and backward.
+        cpu_offload: keep parameters, gradients and optimizer state on the host, see ``engines.fsdp2.FSDP2Engine``.
         share_prompts: compute the tokens that rollouts of one prompt begin with once in a micro-batch; pays where
             prompts are long beside the responses, and only with ``sp_size=1``. See ``EngineConfig.share_prompts``.
         timeout_seconds: how long a collective may wait for a peer.
@@ -39,6 +40,7 @@ class UlyssesRLStrategy(FSDP2RLStrategy):
         dp_shard_size: int | Literal["auto"] = "auto",
         dp_replicate_size: int = 1,
         reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
         share_prompts: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
@@ -48,6 +50,7 @@ class UlyssesRLStrategy(FSDP2RLStrategy):
             dp_shard_size=dp_shard_size,
             dp_replicate_size=dp_replicate_size,
             reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
             share_prompts=share_prompts,
             timeout_seconds=timeout_seconds,
             process_group_backend=process_group_backend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,8 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -20,6 +23,8 @@ from lightning_rlhf.contracts.engine import EngineConfig
 from lightning_rlhf.engines.hf_engine import HFEngine
 from lightning_rlhf.engines.hf_model import PackedModel, prepare_causal_lm
 from lightning_rlhf.engines.meta_init import empty_model, fill_shards
+
+_HOST = torch.device("cpu")
 
 
 class FSDP2Engine(HFEngine):
@@ -33,19 +38,29 @@ class FSDP2Engine(HFEngine):
         device: where this rank computes.
         mesh: ``dp_shard``, or ``dp_replicate x dp_shard`` for hybrid sharding.
         reshard_after_forward: frees a layer's full parameters between its forward and backward.
+        cpu_offload: parameters, gradients and optimizer state lie on the host; a layer's come to the device for its
+            forward and backward, and the optimizer steps on the host. On CUDA the process group needs gloo for the
+            host's tensors (``process_group_backend="cpu:gloo,cuda:nccl"``).
 
     Raises:
         ValueError: if the mesh has more than two axes.
     """
 
     def __init__(
-        self, config: EngineConfig, *, device: torch.device, mesh: DeviceMesh, reshard_after_forward: bool = True
+        self,
+        config: EngineConfig,
+        *,
+        device: torch.device,
+        mesh: DeviceMesh,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
     ) -> None:
         super().__init__(config, device=device)
         if mesh.ndim > 2:
             raise ValueError(f"FSDP2Engine takes dp_shard or dp_replicate x dp_shard, got axes {mesh.mesh_dim_names}.")
         self.mesh = mesh
         self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
         self._group = mesh.get_group() if mesh.ndim == 1 else _group_of_all(mesh)
 
     @override
@@ -59,7 +74,7 @@ class FSDP2Engine(HFEngine):
             return super().build()
         model = self.wrap(prepare_causal_lm(empty, **self.preparations))
         self.shard(model)
-        fill_shards(model, model.hf_model, self._directory, device=self.device)
+        fill_shards(model, model.hf_model, self._directory, device=_HOST if self.cpu_offload else self.device)
         register_fsdp_forward_method(model, "check")
         model.check()
         return model
@@ -91,17 +106,25 @@ class FSDP2Engine(HFEngine):
             if dtype is torch.float32
             else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         )
+        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
+        cut = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
         for layer in model.layers():
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+            cut(layer, reshard_after_forward=self.reshard_after_forward)
         # The root, too, frees its parameters: after a forward without gradients its full embedding and head would stay,
         # and be used instead of what the optimizer then writes into the shards.
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        cut(model, reshard_after_forward=True)
         sum_gradients(model)
 
     def set_gradient_sync(self, sync: bool) -> None:
         """Reduces gradients in the next backward, or lets full gradients add up on this rank."""
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(sync)
+
+    @override
+    def to(self, device: torch.device, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Moves the named parts; with ``cpu_offload`` all of them stay on the host."""
+        if not self.cpu_offload:
+            super().to(device, model=model, optimizer=optimizer, grad=grad)
 
     @property
     def data_parallel_rank(self) -> int:

@@ -46,13 +46,20 @@ class UlyssesEngine(FSDP2Engine):
         device: where this rank computes.
         mesh: ``dp_replicate x dp_shard x sp``.
         reshard_after_forward: frees a layer's full parameters between its forward and backward.
+        cpu_offload: see ``FSDP2Engine``.
 
     Raises:
         ValueError: if the mesh has other axes, or prompts are to be shared over more than one ``sp`` rank.
     """
 
     def __init__(
-        self, config: EngineConfig, *, device: torch.device, mesh: DeviceMesh, reshard_after_forward: bool = True
+        self,
+        config: EngineConfig,
+        *,
+        device: torch.device,
+        mesh: DeviceMesh,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
     ) -> None:
         if mesh.mesh_dim_names != ("dp_replicate", "dp_shard", "sp"):
             raise ValueError(f"UlyssesEngine takes dp_replicate x dp_shard x sp, got axes {mesh.mesh_dim_names}.")
@@ -60,7 +67,9 @@ class UlyssesEngine(FSDP2Engine):
         if mesh["dp_replicate"].size() > 1:
             shards = DeviceMesh._concatenate([mesh["dp_replicate"], shards])
         check_shared_prompts(share_prompts=config.share_prompts, sp_size=mesh["sp"].size())
-        super().__init__(config, device=device, mesh=shards, reshard_after_forward=reshard_after_forward)
+        super().__init__(
+            config, device=device, mesh=shards, reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload
+        )
         self._rows = mesh["dp_replicate", "dp_shard"]._flatten("dp")
         self._sp = mesh["sp"]
 

@@ -66,7 +66,16 @@ def test_other_memory_settings_change_nothing() -> None:
         return [
             train(sharded_engine(config, reshard_after_forward=False), data),
             train(sharded_engine(recomputing), data),
+            train(offloading(engine_config(micro_batch_size=2)), data),
         ]
+
+    def offloading(config: EngineConfig) -> FSDP2Engine:
+        engine = sharded_engine(config, cpu_offload=True)
+        shards = engine.module._get_fsdp_state()._fsdp_param_group.fsdp_params  # type: ignore[operator, union-attr]
+        assert all(shard.offload_to_cpu for shard in shards)
+        engine.to(torch.device("meta"))  # what the policy keeps on the host is not moved
+        assert not any(parameter.is_meta for parameter in engine.module.parameters())
+        return engine
 
     expected = one_process()
     for outcomes in run_distributed(run, 2):
