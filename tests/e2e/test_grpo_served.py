@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,23 +38,59 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Killer(RLCallback):
-    """Kills the first replica as soon as the second step's weights moved, just before they are pushed."""
+    """Kills the first replica, once for each RL step and moment, if it is there.
 
-    def __init__(self) -> None:
+    Moments are ``before`` a step's push, ``inside`` it, and in the ``generation`` that follows.
+    """
+
+    def __init__(self, moments: dict[int, str]) -> None:
+        self.moments = moments
         self.killed: list[int] = []
 
     def on_after_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: OptimizerStep) -> None:
         (rollout,) = [c for c in trainer.callbacks if isinstance(c, VLLMRollout)]  # type: ignore[attr-defined]
-        engine = rollout.engine
-        if step.rl_step == 1 and isinstance(engine, ServedRolloutEngine) and engine._fleet is not None:
-            self.killed.append(engine._fleet.pids[0])
-            os.kill(engine._fleet.pids[0], signal.SIGKILL)
+        (sync,) = [c for c in trainer.callbacks if isinstance(c, WeightSync)]  # type: ignore[attr-defined]
+        engine, moment = rollout.engine, self.moments.get(step.rl_step)
+        if not isinstance(engine, ServedRolloutEngine) or engine._fleet is None:
+            return
+        if moment == "before":
+            self._kill(engine)
+        elif moment == "inside":
+            carrier = sync.checkpoint_engine
+            send = carrier.send_weights
+
+            def send_half(named_tensors: Iterator[Any]) -> None:
+                del carrier.send_weights  # type: ignore[misc] # the class's own, for the next push
+                send(self._kill_after(5, named_tensors, engine))
+
+            carrier.send_weights = send_half  # type: ignore[method-assign]
+        elif moment == "generation":
+            run = engine.pool._send
+
+            async def send_and_kill(replica: Any, waiting: Any) -> None:
+                if replica.index == 0:
+                    del engine.pool._send  # type: ignore[misc]
+                    asyncio.get_running_loop().call_later(0.01, self._kill, engine)
+                await run(replica, waiting)
+
+            engine.pool._send = send_and_kill  # type: ignore[method-assign]
+
+    def _kill_after(self, count: int, named_tensors: Iterator[Any], engine: ServedRolloutEngine) -> Iterator[Any]:
+        for index, named_tensor in enumerate(named_tensors):
+            if index == count:
+                self._kill(engine)
+            yield named_tensor
+
+    def _kill(self, engine: ServedRolloutEngine) -> None:
+        assert engine._fleet is not None
+        self.killed.append(engine._fleet.pids[0])
+        os.kill(engine._fleet.pids[0], signal.SIGKILL)
 
 
 def _fit(
-    root: Path, model: Path, mode: str, strategy: str, devices: int, kill: bool, carrier: str = "naive"
+    root: Path, model: Path, mode: str, strategy: str, devices: int, kill: dict[int, str], carrier: str = "naive"
 ) -> dict[str, Any]:
-    recorder, killer = Recorder(), Killer()
+    recorder, killer = Recorder(), Killer(kill)
     served = {"mode": "server", "replicas": 2, "server": {"threads": 1}} if mode == "server" else {}
     rollout = VLLMRollout(
         num_rollouts=4,
@@ -62,7 +100,7 @@ def _fit(
         kv_cache_bytes=16 << 20,
         **served,  # type: ignore[arg-type]
     )
-    callbacks = [*([killer] if kill else []), WeightSync(engine=carrier), recorder]
+    callbacks = [killer, WeightSync(engine=carrier), recorder]
     settings: dict[str, Any] = {"weight_sync": False, "strategy": strategy, "devices": devices}
     trainer = toy_trainer(root, callbacks=callbacks, rollout=rollout, **settings)
     try:
@@ -81,14 +119,19 @@ def _run(*arguments: Any, devices: int) -> list[dict[str, Any]]:
 
 
 def test_served_replicas_give_what_an_engine_in_the_process_gives(tmp_path: Path, directory: Path) -> None:
-    (colocated,) = _run(tmp_path / "a", directory, "colocated", "auto", False, devices=1)
-    (served,) = _run(tmp_path / "b", directory, "server", "auto", True, devices=1)
+    (colocated,) = _run(tmp_path / "a", directory, "colocated", "auto", {}, devices=1)
+    (served,) = _run(tmp_path / "b", directory, "server", "auto", {1: "before"}, devices=1)
     assert served["killed"] == 1
     assert served["ledger"]["accepted"] == served["ledger"]["answered"] > 0
-    ranks = _run(tmp_path / "c", directory, "server", "fsdp2_rl", False, "shm", devices=2)
+    moments = {0: "before", 1: "inside", 2: "generation"}
+    ranks = _run(tmp_path / "c", directory, "server", "fsdp2_rl", moments, "shm", devices=2)
+    assert [rank["killed"] for rank in ranks] == [3, 0]
+    for rank in ranks:
+        assert rank["ledger"]["accepted"] == rank["ledger"]["answered"] > 0
+        assert rank["ledger"]["duplicates"] == 0
     for index, step in enumerate(colocated["steps"]):
         for other in (served["steps"][index], {"tokens": [t for r in ranks for t in r["steps"][index]["tokens"]]}):
-            assert other["tokens"] == step["tokens"], index
+            assert other["tokens"] == step["tokens"], (index, len(other))
         assert served["steps"][index]["versions"] == [index]
         assert served["steps"][index]["metrics"]["actor/mismatch_abs_max"] < 1e-5
         assert served["steps"][index]["metrics"]["sync/tensors_compared"] > 0
