@@ -13,6 +13,7 @@ import yaml
 from torch import Tensor
 
 from lightning_rlhf.callbacks.checkpoint import WANDB_RUN_ID, is_whole
+from lightning_rlhf.cli.megatron_weights import megatron_weights
 from lightning_rlhf.cli.run import CONFIG_FILE
 from lightning_rlhf.cli.run_records import RecordError
 from lightning_rlhf.engines.adapter import merge_into
@@ -84,6 +85,8 @@ def actor_weights(checkpoint: Path, *, base: str) -> Iterator[tuple[str, Tensor]
     Raises:
         RecordError: for a layout that cannot be read here.
     """
+    if checkpoint.is_dir() and _backend_of(checkpoint) == "megatron":
+        return megatron_weights(checkpoint / "actor", base=base)
     lora = adapter_of(checkpoint)
     named = stored_actor(checkpoint)
     return named if lora is None else merge_into(base, lora, named)
@@ -113,13 +116,20 @@ def stored_actor(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_layout(checkpoint: Path) -> None:
-    backend = json.loads((checkpoint / MANIFEST).read_text()).get("backend")
-    if backend == "megatron" or not (checkpoint / "actor" / ".metadata").is_file():
+    backend = _backend_of(checkpoint)
+    if backend == "megatron":
+        raise RecordError(f"{checkpoint} is of the megatron back end, which trains no adapter; leave out --adapter.")
+    if not (checkpoint / "actor" / ".metadata").is_file():
         raise RecordError(
-            f"{checkpoint}: exporting a checkpoint of the {backend or 'unknown'} back end is not possible yet; it "
-            f"reads those of torch, fsdp2 and ulysses. The run's own export (callbacks.export) writes an HF "
+            f"{checkpoint}: exporting a checkpoint of the {backend or 'unknown'} back end is not possible; it reads "
+            f"those of torch, fsdp2, ulysses and megatron. The run's own export (callbacks.export) writes an HF "
             f"directory from any back end."
         )
+
+
+def _backend_of(checkpoint: Path) -> str | None:
+    backend = json.loads((checkpoint / MANIFEST).read_text()).get("backend")
+    return None if backend is None else str(backend)
 
 
 def _state_of_file(checkpoint: Path) -> dict[str, Any]:

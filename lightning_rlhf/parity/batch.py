@@ -79,7 +79,7 @@ def rows_of_rank(rank: int, size: int) -> list[int]:
 
 def loss_function() -> LossFunction:
     """The loss of ``GRPO`` with a KL term: clipped surrogate, entropy and mismatch metrics."""
-    return GRPO(model="", reward=_no_reward, optimizer=partial(torch.optim.AdamW, lr=0.0), kl_coef=0.1).policy_loss
+    return GRPO(model="none", reward=_no_reward, optimizer=partial(torch.optim.AdamW, lr=0.0), kl_coef=0.1).policy_loss
 
 
 def _no_reward(prompts: Sequence[str], responses: Sequence[str], metadata: Sequence[object]) -> list[float]:

@@ -35,7 +35,7 @@ def _run(tmp_path: Path, model: Path, layout: tuple[str, int]) -> tuple[Path, di
     return root, weights
 
 
-@pytest.mark.parametrize("layout", [("auto", 1), ("fsdp2_rl", 2)], ids=lambda layout: layout[0])
+@pytest.mark.parametrize("layout", [("auto", 1), ("fsdp2_rl", 2), ("megatron_rl", 2)], ids=lambda layout: layout[0])
 def test_the_directory_holds_what_was_trained(
     tmp_path: Path, tiny_directory: Path, layout: tuple[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,14 +90,16 @@ def test_what_cannot_be_exported_is_refused_by_name(
         find_checkpoint(root)
 
 
-def test_a_megatron_checkpoint_is_refused_by_name(
+def test_what_a_megatron_checkpoint_lacks_is_named(
     tmp_path: Path, tiny_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "rl_step=000001.ckpt"
     folder.mkdir()
     (folder / "manifest.json").write_text(json.dumps({"files": {}, "backend": "megatron"}))
     assert main([str(folder), "--model", str(tiny_directory), "--out", str(tmp_path / "hf")]) == 2
-    assert "checkpoint of the megatron back end is not possible yet" in capsys.readouterr().err
+    assert "holds no model of the megatron back end" in capsys.readouterr().err
+    assert main([str(folder), "--adapter", "--model", str(tiny_directory), "--out", str(tmp_path / "hf")]) == 2
+    assert "trains no adapter; leave out --adapter" in capsys.readouterr().err
 
 
 def test_a_file_of_another_program_is_refused(
