@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -22,6 +22,9 @@ from lightning_rlhf.weights.manager import (
     Receipt,
     TrainerRankLostError,
 )
+
+if TYPE_CHECKING:
+    from lightning_rlhf.rollout.served import ServedRolloutEngine
 
 PROBE_TEXT = "A probe: both sides read these words and must agree on each of them."
 
@@ -138,16 +141,18 @@ class WeightSync(RLCallback):
     def _losses(self) -> int:
         """How often replicas were lost so far, by a look at each of them."""
         from lightning_rlhf.callbacks.served_replicas import losses_of
-        from lightning_rlhf.rollout.served import ServedRolloutEngine
 
-        assert isinstance(self._rollout, ServedRolloutEngine)  # _find_replicas
-        return losses_of(self._rollout)
+        return losses_of(self._served())
 
     def _find_replicas(self, manager: CheckpointEngineManager) -> None:
         """Those that are there now: one that started again is new, and one that is gone is left out."""
         if not self.checkpoint_engine.remote:
             return
         from lightning_rlhf.callbacks.served_replicas import replicas_of
+
+        manager.replicas = replicas_of(self._served())
+
+    def _served(self) -> ServedRolloutEngine:
         from lightning_rlhf.rollout.served import ServedRolloutEngine
 
         if not isinstance(self._rollout, ServedRolloutEngine):
@@ -156,12 +161,12 @@ class WeightSync(RLCallback):
                 f"{type(self._rollout).__name__} samples in this one: use WeightSync(engine='naive'), or "
                 f"VLLMRollout(mode='server')."
             )
-        manager.replicas = replicas_of(self._rollout)
+        return self._rollout
 
     def _keep(self, module: OnPolicyModule, receipt: Receipt) -> None:
         self.last_receipt = receipt
-        if self.checkpoint_engine.remote and self._rollout is not None:
-            self._rollout.weight_version = receipt.version  # from here on, requests are sent for it
+        if self.checkpoint_engine.remote:
+            self._served().expect_version(receipt.version)
         module.note_metrics(
             {
                 "sync/version": float(receipt.version),

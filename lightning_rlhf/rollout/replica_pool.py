@@ -323,6 +323,17 @@ class ReplicaPool:
                     await self._judge(replica, version)
                 replica.wake.set()
 
+    async def expect_version(self, version: int) -> None:
+        """The version of a push that replicas were told of one by one: one that started meanwhile does not have it."""
+        self.version = version
+        for replica in self.replicas:
+            if replica.state in ("up", "unready"):
+                if self._leads:
+                    await self._judge(replica, replica.version)
+                else:
+                    await self._set(replica, "unready", "its weights are being replaced")
+                replica.wake.set()
+
     async def note_version(self, replica: Replica, version: int | None) -> None:
         """One replica was told its version by somebody else than `set_version`."""
         await self._judge(replica, version)

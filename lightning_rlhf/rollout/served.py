@@ -38,9 +38,8 @@ AGREEMENT_NATS = 1e-2
 class ServedRolloutEngine(RolloutEngine):
     """Sends requests to replicas over HTTP; one object on each rank of the trainer, of which one leads.
 
-    Build it with `start`, which starts replicas, on the leading rank, and with ``urls`` and ``token`` elsewhere. The
-    leading rank brings weights: into a folder on this machine's memory (``snapshot_directory``), from which replicas
-    load them, also those that start again.
+    The leading rank brings weights: into a folder on this machine's memory (``snapshot_directory``), from which
+    replicas load them, also those that start again.
 
     Args:
         model: directory (or cached name) with config and tokenizer.
@@ -161,7 +160,6 @@ class ServedRolloutEngine(RolloutEngine):
                 "(load_weights, then weight_version) before sampling."
             )
         groups = [
-            # the caller waits, and pushes nothing meanwhile
             self._start(
                 self._group(prompts, index, sampling, rl_step=rl_step, version=self._version, push_may_come=False)
             )
@@ -298,6 +296,11 @@ class ServedRolloutEngine(RolloutEngine):
     def weight_version(self, version: int | None) -> None:
         self._version = version
         self._wait(self.pool.set_version(version))
+
+    def expect_version(self, version: int) -> None:
+        """Sends requests from now on to the replicas that say that they hold ``version``; tells none that it does."""
+        self._version = version
+        self._wait(self.pool.expect_version(version))
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Brings weights to all replicas; on other ranks than the leading one it only drains the tensors.

@@ -101,7 +101,7 @@ def _two_pushes(
         manager.replicas = replicas_of(served)
         receipt = manager.update_weights(10 * CARRIERS.index(name) + push)
         assert receipt.tensors_compared > 0
-        served.weight_version = receipt.version
+        served.expect_version(receipt.version)
         rollouts = served.generate(PROMPTS, SAMPLING, rl_step=push)
         assert set(rollouts.token_versions[rollouts.response_mask].tolist()) == {receipt.version}
         differences = []
@@ -123,6 +123,9 @@ def _kill_the_only_one(served: ServedRolloutEngine) -> None:
     with pytest.raises(RuntimeError, match="started again gets its weights at the next push, which cannot come while"):
         served.generate(PROMPTS, SAMPLING, rl_step=0)
     assert served._fleet.pids[0] != victim
+    served.expect_version(99)  # of a push that it was not there for: it must not serve what it was started with
+    with pytest.raises(RuntimeError, match="its weights are of version None, wanted is 99"):
+        served.generate(PROMPTS, SAMPLING, rl_step=0)
     assert time.monotonic() - begun < 60.0  # of 300 that it may take to start
 
 
