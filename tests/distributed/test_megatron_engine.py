@@ -17,6 +17,7 @@ from support.tiny import tiny_model
 from torch import Tensor, nn
 
 from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig
+from lightning_rlhf.contracts.lora import LoRAConfig
 from lightning_rlhf.engines.megatron.data_parallel import DataParallelOptions
 from lightning_rlhf.engines.megatron.engine import MegatronEngine
 from lightning_rlhf.engines.megatron.layout import MegatronLayout
@@ -125,6 +126,7 @@ def _half(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         ),
         ({"model": nn.Linear(2, 2)}, "cannot train a Linear"),
         ({"share_prompts": True}, "share_prompts=True does not work with MegatronEngine"),
+        ({"lora": LoRAConfig()}, "lora= does not work with MegatronEngine"),
     ],
 )
 def test_what_megatron_cannot_do_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
