@@ -136,7 +136,7 @@ LAYOUTS: dict[str, Any] = {
     "megatron-pp2": lambda: MegatronRLStrategy(pipeline_parallel_size=2),
 }
 # fsdp2 with shm is in test_grpo_served
-QUICK = {("ulysses", "nixl"), ("megatron-tp2", "shm"), ("megatron-pp2", "delta")}
+QUICK = {("ulysses", "nixl"), ("megatron-tp2", "shm"), ("megatron-pp2", "nccl")}
 
 
 @pytest.mark.parametrize(
