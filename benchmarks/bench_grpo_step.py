@@ -41,7 +41,7 @@ SYSTEM_PROMPT = "Answer with the number only."
 PROMPTS_PER_STEP, NUM_ROLLOUTS, MAX_NEW_TOKENS, LR = 8, 8, 24, 2e-5
 OUR_SIDES = {
     "ours_fp32": ["trainer.precision=32-true"],
-    "ours_best": ["trainer.precision=bf16-mixed", "+algorithm.share_prompts=true"],
+    "ours_best": ["trainer.precision=bf16-mixed", "strategy.share_prompts=true"],
 }
 
 
