@@ -67,8 +67,8 @@ class PromptDataModule(pl.LightningDataModule):
         super().__init__()
         if isinstance(source, (str, Path, Sequence)):
             raise TypeError(
-                f"source must say where prompts come from, got {type(source).__name__}. Use rl.JSONLPrompts(path) for a "
-                "file, ListPrompts([...]) of lightning_rlhf.data for a list, or rl.ReasoningGymPrompts(...)."
+                f"source must say where prompts come from, got {type(source).__name__}. Use rl.JSONLPrompts(path) for "
+                "a file, ListPrompts([...]) of lightning_rlhf.data for a list, or rl.ReasoningGymPrompts(...)."
             )
         if overlong not in get_args(Overlong):
             raise ValueError(f"overlong must be one of {', '.join(get_args(Overlong))}, got {overlong!r}.")

@@ -151,7 +151,7 @@ def test_the_seed_reaches_all_that_is_random(folder: Path) -> None:
 def test_an_experiments_name_says_what_it_runs(file: Path, folder: Path) -> None:
     match = re.fullmatch(
         r"(?P<algorithm>\w+)-(?P<model>[\w.]+)-(?P<nodes>\d+)n(?P<ranks>\d+)r-"
-        r"(?P<strategy>auto|[a-z0-9]+_rl)(?P<sizes>(_[a-z]+\d+)*)",
+        r"(?P<strategy>auto|ddp|[a-z0-9]+_rl)(?P<sizes>(_[a-z]+\d+)*)",
         file.stem,
     )
     assert match, "experiments are named <algorithm>-<model>-<nodes>n<ranks>r-<strategy>[_<axis><size>...].yaml"
