@@ -2,7 +2,7 @@
 
 ``N`` is a model's parameters, ``s`` the ranks that share one copy of them, ``r`` the copies, ``b`` the bytes of the
 compute dtype. Masters, gradients and moments are fp32. Estimates leave out the allocator's slack, the framework, and
-buffers that live for one operation.
+buffers that live for one operation. Under an adapter its parameters alone have gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class ModelShape:
         head_dim: of one head.
         vocab_size: of the head.
         expert_parameters: of the experts of its largest decoder layer, among ``layer_parameters``.
+        adapter_parameters: of a low-rank adapter beside those of the model, which are frozen then; 0 for none.
     """
 
     num_parameters: int
@@ -39,18 +40,25 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     expert_parameters: int = 0
+    adapter_parameters: int = 0
 
     @property
     def root_parameters(self) -> int:
         """Embedding, final norm and head."""
         return self.num_parameters - self.num_layers * self.layer_parameters
 
+    @property
+    def trained_parameters(self) -> int:
+        """Those with a gradient: the adapter's, or all."""
+        return self.adapter_parameters or self.num_parameters
+
 
 def value_model(shape: ModelShape) -> ModelShape:
     """The critic that starts from this model: its head of ``V`` rows, if it is not the embedding, gives way to one."""
     head = shape.vocab_size * shape.hidden_size
     untied = shape.root_parameters >= 2 * head
-    return replace(shape, num_parameters=shape.num_parameters - (head if untied else 0) + shape.hidden_size)
+    parameters = shape.num_parameters - (head if untied else 0) + shape.hidden_size
+    return replace(shape, num_parameters=parameters, adapter_parameters=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +151,9 @@ def training_memory(
         gradient_checkpointing: see ``activation_bytes``.
         has_reference: whether a frozen copy is kept.
     """
-    shard = -(-shape.num_parameters // layout.shards)
+    trained = shape.trained_parameters
+    trained_shard = -(-trained // layout.shards)
+    shard = -(-(shape.num_parameters + shape.adapter_parameters) // layout.shards)
     gathered = 0
     if layout.shards > 1:
         # a layer in use and the next on its way; all of them if they stay
@@ -153,8 +163,8 @@ def training_memory(
         gathered = compute_bytes * shape.num_parameters  # the casts that the backward reads
     return {
         "parameters": FP32 * shard,
-        "gradients": FP32 * (shape.num_parameters if accumulates else shard),
-        "optimizer_state": state_bytes * shard,
+        "gradients": FP32 * (trained if accumulates else trained_shard),
+        "optimizer_state": state_bytes * trained_shard,
         "reference": FP32 * shard if has_reference else 0,
         "gathered_parameters": gathered,
         "activations": activation_bytes(
@@ -194,13 +204,14 @@ def communication(
         optimizer_steps: of an RL step.
         pushes: of weights to the rollout engine, in an RL step.
     """
-    n, s, r = shape.num_parameters, layout.shards, layout.replicas
+    n, s, r = shape.num_parameters + shape.adapter_parameters, layout.shards, layout.replicas
+    trained = shape.trained_parameters
     again = n if layout.reshard_after_forward else shape.root_parameters
     gathered = training_micro_batches * (n + again) + inference_micro_batches * n
-    shard_bytes = -(-FP32 * n // s)
+    shard_bytes = -(-FP32 * trained // s)
     return {
         "all_gather": compute_bytes * gathered * (s - 1) // s,
-        "reduce_scatter": optimizer_steps * FP32 * n * (s - 1) // s,
+        "reduce_scatter": optimizer_steps * FP32 * trained * (s - 1) // s,
         "all_reduce": optimizer_steps * 2 * shard_bytes * (r - 1) // r,
         "weight_push_all_gather": pushes * FP32 * n * (s - 1) // s,
     }

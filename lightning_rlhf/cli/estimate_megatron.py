@@ -118,3 +118,24 @@ def megatron_memory_of_run(values: Mapping[str, Any], shape: ModelShape, **known
         recomputes=recompute == "full" or checkpoints,
         **known,
     )
+
+
+def pipeline_of_run(values: Mapping[str, Any], micro_batches: int | None) -> dict[str, Any]:
+    """Stages, and the share of a mini-batch's time in which a stage waits for the others: its bubble.
+
+    ``(pp - 1) / (m vpp + pp - 1)`` with ``m`` micro-batches in ``vpp`` chunks on each of ``pp`` stages, if all take
+    equally long (Narayanan et al., arXiv:2104.04473). An interleaved pipeline fills ``m`` up to a multiple of ``pp``.
+
+    Args:
+        values: every key with its value or default, as ``validate`` returns them.
+        micro_batches: of a mini-batch on one rank; None if not known.
+    """
+    layout = megatron_layout(values)
+    stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    found: dict[str, Any] = {"stages": stages, "chunks_per_stage": chunks}
+    if micro_batches is None:
+        return {**found, "micro_batches": None, "bubble": None}
+    if chunks > 1:
+        micro_batches += -micro_batches % stages
+    bubble = (stages - 1) / (micro_batches * chunks + stages - 1)
+    return {**found, "micro_batches": micro_batches, "bubble": round(bubble, 4)}

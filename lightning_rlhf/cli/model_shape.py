@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_rlhf.cli.architectures import model_config
 from lightning_rlhf.cli.estimate import ModelShape
+from lightning_rlhf.engines.adapter import add_adapter
 
 
 def read_model_shape(path: str | Path) -> ModelShape:
@@ -47,6 +49,25 @@ def read_model_shape(path: str | Path) -> ModelShape:
         vocab_size=int(numbers["vocab_size"]),
         expert_parameters=max((_expert_parameters(layer) for layer in layers), default=0),
     )
+
+
+def with_adapter(shape: ModelShape, path: str | Path, lora: object | None) -> ModelShape:
+    """The shape under an adapter, which is made for counting; the model's own weights take no memory.
+
+    Args:
+        shape: of the model.
+        path: as of ``model_config``; nothing is fetched.
+        lora: a ``LoRAConfig``, a ``peft.LoraConfig``, or None for none.
+
+    Raises:
+        ValueError: if the adapter does not fit the model.
+    """
+    if lora is None:
+        return shape
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(path)).requires_grad_(False)
+    add_adapter(model, lora)
+    return replace(shape, adapter_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad))
 
 
 def _expert_parameters(layer: nn.Module) -> int:

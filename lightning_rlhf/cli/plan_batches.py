@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_rlhf.batching.balance import balanced_partitions, sequence_costs
 from lightning_rlhf.batching.micro_batch import plan_micro_batches
+from lightning_rlhf.batching.shared_prompts import SharedPrefix, among, num_computed_tokens, share_out_groups
 
 _MAX_STEPS = 16
 """RL steps that are tried out; the largest counts among them are reported."""
@@ -28,6 +29,7 @@ class BatchSizes:
         max_new_tokens: longest response.
         hidden_size: of the model; weighs attention against the rest.
         seed: draws mini-batches.
+        share_prompts: rollouts of a prompt compute its tokens once in a micro-batch.
     """
 
     prompts_per_step: int
@@ -39,6 +41,7 @@ class BatchSizes:
     max_new_tokens: int
     hidden_size: int = 2048
     seed: int = 0
+    share_prompts: bool = False
 
     @property
     def share(self) -> int:
@@ -53,7 +56,7 @@ class MicroBatches:
     Attributes:
         per_mini_batch: micro-batches of one mini-batch, the same on every rank.
         inference: micro-batches of one pass over all of a rank's rows of an RL step.
-        tokens: of the largest micro-batch.
+        tokens: of the largest micro-batch, a shared prompt once.
         sequences: of the largest micro-batch.
     """
 
@@ -95,31 +98,64 @@ def _step(prompt_lengths: Sequence[int], sizes: BatchSizes) -> MicroBatches:
     longest = max(prompt_lengths) + sizes.max_new_tokens
     # a longer one would stop the run; responses that end sooner may still fit, and count as what fits
     limit = longest if sizes.max_tokens is None else sizes.max_tokens
-    lengths = [min(prompt + sizes.max_new_tokens, limit) for prompt in prompt_lengths for _ in range(sizes.group_size)]
-    order = np.arange(len(lengths))
-    if sizes.mini_batch_size < len(lengths):
+    rows = [
+        _Row(group=group, prompt=prompt, length=min(prompt + sizes.max_new_tokens, limit))
+        for group, prompt in enumerate(prompt_lengths)
+        for _ in range(sizes.group_size)
+    ]
+    order = np.arange(len(rows))
+    if sizes.mini_batch_size < len(rows):
         np.random.default_rng(sizes.seed).shuffle(order)
     shares = []
-    for start in range(0, len(lengths), sizes.mini_batch_size):
-        chosen = [lengths[row] for row in sorted(order[start : start + sizes.mini_batch_size].tolist())]
-        parts = balanced_partitions(sequence_costs(chosen), sizes.data_parallel_size)
+    for start in range(0, len(rows), sizes.mini_batch_size):
+        chosen = [rows[row] for row in sorted(order[start : start + sizes.mini_batch_size].tolist())]
+        parts = _deal(chosen, sizes)
         shares.append([[chosen[place] for place in part] for part in parts])
-
-    def cut(share: list[int]) -> list[list[int]]:
-        found = plan_micro_batches(
-            share,
-            micro_batch_size=sizes.micro_batch_size,
-            max_tokens=sizes.max_tokens,
-            hidden_size=sizes.hidden_size,
-        )
-        return [[share[place] for place in part] for part in found]
-
-    training = [cut(share) for mini_batch in shares for share in mini_batch]
-    inference = [cut([length for part in rank for length in part]) for rank in zip(*shares, strict=True)]
+    training = [_cut(share, sizes) for mini_batch in shares for share in mini_batch]
+    inference = [_cut([row for part in rank for row in part], sizes) for rank in zip(*shares, strict=True)]
     cuts = [part for micro_batches in (*training, *inference) for part in micro_batches]
     return MicroBatches(
         per_mini_batch=max(map(len, training)),
         inference=max(map(len, inference)),
-        tokens=max(map(sum, cuts)),
-        sequences=max(map(len, cuts)),
+        tokens=max(tokens for _, tokens in cuts),
+        sequences=max(sequences for sequences, _ in cuts),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    group: int
+    prompt: int
+    length: int
+
+
+def _deal(rows: Sequence[_Row], sizes: BatchSizes) -> list[list[int]]:
+    """Which rows of a mini-batch go to which rank."""
+    lengths = [row.length for row in rows]
+    if not sizes.share_prompts:
+        return balanced_partitions(sequence_costs(lengths), sizes.data_parallel_size)
+    uids = [str(row.group) for row in rows]
+    return share_out_groups(lengths, [row.prompt for row in rows], uids, sizes.data_parallel_size)
+
+
+def _cut(rows: Sequence[_Row], sizes: BatchSizes) -> list[tuple[int, int]]:
+    """Sequences, and tokens that are computed, of each micro-batch of a rank's rows."""
+    lengths, shared = [row.length for row in rows], _shared(rows) if sizes.share_prompts else []
+    plan = plan_micro_batches(
+        lengths,
+        micro_batch_size=sizes.micro_batch_size,
+        max_tokens=sizes.max_tokens,
+        hidden_size=sizes.hidden_size,
+        shared=shared,
+    )
+    return [(len(part), num_computed_tokens([lengths[row] for row in part], among(shared, part))) for part in plan]
+
+
+def _shared(rows: Sequence[_Row]) -> list[SharedPrefix]:
+    """Each prompt with several rows here; responses that begin alike would share more."""
+    places: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(row.group, []).append(place)
+    return [
+        SharedPrefix(rows=tuple(found), length=rows[found[0]].prompt) for found in places.values() if len(found) > 1
+    ]

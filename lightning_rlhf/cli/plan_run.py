@@ -12,14 +12,14 @@ from lightning_rlhf.cli.estimate import (
     Layout,
     ModelShape,
     communication,
-    kv_cache_bytes,
     optimizer_state_bytes,
     training_memory,
     value_model,
 )
-from lightning_rlhf.cli.estimate_megatron import megatron_memory_of_run
+from lightning_rlhf.cli.estimate_megatron import megatron_memory_of_run, pipeline_of_run
+from lightning_rlhf.cli.estimate_rollout import rollout_memory
 from lightning_rlhf.cli.layout_checks import mesh_sizes, world_size
-from lightning_rlhf.cli.model_shape import read_model_shape
+from lightning_rlhf.cli.model_shape import read_model_shape, with_adapter
 from lightning_rlhf.cli.plan_batches import BatchSizes, MicroBatches, bound_micro_batches
 from lightning_rlhf.cli.run import build
 from lightning_rlhf.cli.targets import ConfigError
@@ -127,6 +127,7 @@ class _Planner:
                 "tokens_in_the_largest_micro_batch": micro_batches.tokens if micro_batches else None,
             },
             "micro_batches": self._how_they_are_cut(prompt_lengths),
+            **self._pipeline(micro_batches),
             "denominators": self._denominators(),
             "run": self._run_length(prompt_lengths),
             "memory_per_rank": self._memory(shape, micro_batches, prompt_lengths),
@@ -150,6 +151,7 @@ class _Planner:
             max_new_tokens=self.max_new_tokens,
             hidden_size=shape.hidden_size if shape else 2048,
             seed=self.values.get("algorithm.seed") or 0,
+            share_prompts=bool(self.values.get("strategy.share_prompts")),
         )
 
     def _prompt_lengths(self) -> list[int] | None:
@@ -226,6 +228,11 @@ class _Planner:
         found["response_tokens_at_most"] = self.max_new_tokens
         return found
 
+    def _pipeline(self, micro_batches: MicroBatches | None) -> dict[str, Any]:
+        if "pp" not in self.axes:
+            return {}
+        return {"pipeline": pipeline_of_run(self.values, micro_batches.per_mini_batch if micro_batches else None)}
+
     def _denominators(self) -> dict[str, Any]:
         mode = self.values.get("algorithm.aggregation")
         found: dict[str, Any] = {"aggregation": mode, "sequences": self.mini_batch}
@@ -258,10 +265,14 @@ class _Planner:
         if "tp" in self.axes:
             self.notes.append("megatron_rl: communication is not estimated, and a critic's memory is not counted.")
         try:
-            return read_model_shape(str(self.cfg.model.path))
+            shape = read_model_shape(str(self.cfg.model.path))
         except ValueError as error:
             self.notes.append(f"Memory and communication are not estimated: {error}")
             return None
+        try:
+            return with_adapter(shape, str(self.cfg.model.path), build("algorithm.lora", self.cfg))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"algorithm.lora: {error}") from error
 
     @property
     def _layout(self) -> Layout:
@@ -278,8 +289,13 @@ class _Planner:
         return 2 if self.values.get("trainer.precision") == "bf16-mixed" else 4
 
     @property
-    def _has_reference(self) -> bool:
+    def _scores_reference(self) -> bool:
         return bool(self.values.get("algorithm.kl_coef"))
+
+    @property
+    def _has_reference(self) -> bool:
+        """Whether there is a second model: an adapter's reference is the model without it."""
+        return self._scores_reference and self.cfg.algorithm.get("lora") is None
 
     def _state_bytes(self, name: str = "optimizer") -> int:
         if self.values.get(f"algorithm.{name}._target_") is None:
@@ -327,28 +343,13 @@ class _Planner:
         return {**parts, "total": sum(parts.values())}
 
     def _rollout_memory(self, shape: ModelShape, prompt_lengths: list[int] | None) -> dict[str, int]:
-        """The rollout engine in the same process: its copy of the weights and its key-value cache."""
-        reserved = self.values.get("rollout.kv_cache_bytes")
-        is_vllm = isinstance(reserved, int)
-        dtype = self.values.get("rollout.dtype") if is_vllm else "float32"
-        default = self._compute_bytes if is_vllm else 4
-        element = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(dtype), default)
         longest = int(self.values.get("rollout.max_model_len") or self.max_new_tokens)
         if prompt_lengths is not None:
             longest = min(longest, max(prompt_lengths) + self.max_new_tokens)
-        side_by_side = self.prompts * self.group // self.processes
-        if is_vllm:
-            side_by_side = min(side_by_side, self.values.get("rollout.max_num_seqs") or side_by_side)
-        needed = kv_cache_bytes(shape, tokens=longest * max(side_by_side, 1), element_bytes=element)
-        if isinstance(reserved, int) and reserved < needed:
-            self.notes.append(
-                f"rollout.kv_cache_bytes={reserved} holds fewer than the {max(side_by_side, 1)} responses of {longest} "
-                f"tokens that are sampled side by side ({needed} bytes): vLLM will preempt some."
-            )
-        return {
-            "rollout_weights": element * shape.num_parameters,
-            "kv_cache": reserved if isinstance(reserved, int) else needed,
-        }
+        return rollout_memory(
+            self.values, shape, longest=longest, side_by_side=self.prompts * self.group // self.processes,
+            compute_bytes=self._compute_bytes, notes=self.notes,
+        )  # fmt: skip
 
     def _communication(
         self,
@@ -360,8 +361,8 @@ class _Planner:
         if shape is None or micro_batches is None or "tp" in self.axes:
             return None
         # old log-probs are scored only where several updates share rollouts, or the reward reads them
-        in_reward = self._has_reference and self.values.get("algorithm.kl_in") == "reward"
-        passes = int(self.optimizer_steps > 1 or in_reward) + int(self._has_reference)
+        in_reward = self._scores_reference and self.values.get("algorithm.kl_in") == "reward"
+        passes = int(self.optimizer_steps > 1 or in_reward) + int(self._scores_reference)
         actor = communication(
             shape,
             layout=self._layout,

@@ -21,6 +21,7 @@ from lightning_rlhf.cli.estimate import (
     training_memory,
     value_model,
 )
+from lightning_rlhf.cli.estimate_megatron import pipeline_of_run
 from lightning_rlhf.cli.model_shape import read_model_shape
 from lightning_rlhf.contracts.engine import EngineConfig
 from lightning_rlhf.engines.torch import TorchEngine
@@ -217,3 +218,40 @@ def _experience(lengths: list[int]) -> Experience:
         uids=[str(row) for row in range(len(lengths))],
         sample_indices=[0] * len(lengths),
     )
+
+
+def test_an_adapter_alone_has_gradients_and_optimizer_state() -> None:
+    shape = dataclasses.replace(SHAPE, adapter_parameters=40)
+    memory = training_memory(
+        shape, layout=Layout(shards=4), compute_bytes=4, state_bytes=8, tokens=10, scored_tokens=10, chunk_size=5,
+        accumulates=True, gradient_checkpointing=False, has_reference=False,
+    )  # fmt: skip
+    assert memory["parameters"] == 4 * (1000 + 40) // 4
+    assert memory["gradients"] == 4 * 40  # whole ones, while micro-batches add up
+    assert memory["optimizer_state"] == 8 * 40 // 4
+    traffic = communication(
+        shape, layout=Layout(shards=4), compute_bytes=4, training_micro_batches=1, inference_micro_batches=0,
+        optimizer_steps=2, pushes=1,
+    )  # fmt: skip
+    assert traffic["reduce_scatter"] == 2 * 4 * 40 * 3 // 4
+    assert traffic["weight_push_all_gather"] == 4 * 1040 * 3 // 4
+    assert value_model(shape).adapter_parameters == 0  # a critic is trained whole
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "micro_batches", "filled", "bubble"),
+    [
+        (1, 1, 6, 6, 0.0),
+        (4, 1, 6, 6, 3 / 9),
+        (4, 2, 6, 8, 3 / 19),  # filled up to a multiple of the stages
+        (2, 1, 1, 1, 1 / 2),
+    ],
+)
+def test_the_bubble_of_a_pipeline_by_hand(
+    stages: int, chunks: int, micro_batches: int, filled: int, bubble: float
+) -> None:
+    values = {"strategy.pipeline_parallel_size": stages, "strategy.virtual_pipeline_size": chunks}
+    found = pipeline_of_run(values, micro_batches)
+    assert (found["stages"], found["chunks_per_stage"], found["micro_batches"]) == (stages, chunks, filled)
+    assert found["bubble"] == pytest.approx(bubble, abs=1e-4)
+    assert pipeline_of_run(values, None)["bubble"] is None

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import write_tiny_model
+from support.tiny import tiny_model, write_tiny_model
+from torch import nn
 
 from lightning_rlhf.cli import main
 from lightning_rlhf.cli.plan import human_bytes
@@ -122,6 +123,25 @@ def test_memory_and_traffic(capsys: pytest.CaptureFixture[str], folder: Path) ->
     with_reference = _plan(capsys, folder, "algorithm.kl_coef=0.1")
     assert with_reference["memory_per_rank"]["reference"] == memory["parameters"]
     assert with_reference["communication_per_rl_step"]["all_gather"] == 3 * 4 * parameters // 2
+
+
+def test_an_adapter_is_counted_and_needs_no_second_model(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    reference = "algorithm.kl_coef=0.1"
+    lora = ["+algorithm.lora._target_=lightning_rlhf.LoRAConfig", "+algorithm.lora.rank=4"]
+    full, plan = _plan(capsys, folder, reference), _plan(capsys, folder, reference, *lora)
+    layers = dict(tiny_model().named_modules())
+    del layers["lm_head"]
+    linear = [layer for layer in layers.values() if isinstance(layer, nn.Linear)]
+    adapter = sum(4 * (layer.in_features + layer.out_features) for layer in linear)
+    assert plan["memory_per_rank"]["optimizer_state"] == 8 * adapter // 2 < full["memory_per_rank"]["optimizer_state"]
+    assert plan["memory_per_rank"]["reference"] == 0 < full["memory_per_rank"]["reference"]
+    assert "algorithm.lora: " in _refusal(capsys, folder, lora[0], "+algorithm.lora.target_modules=[lm_head]")
+
+
+def test_shared_prompts_are_counted(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    plan = _plan(capsys, folder, "strategy.share_prompts=true")
+    # 8 responses to 2 prompts on a rank
+    assert plan["per_rank"]["tokens_in_the_largest_micro_batch"] == 2 * PROMPT_TOKENS + 8 * 8
 
 
 def test_a_critic_is_counted(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -62,3 +62,20 @@ def test_a_longer_bound_than_the_budget_counts_as_the_budget() -> None:
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=20 leaves no room .* 20 tokens. Use at least 30"):
         bound_micro_batches([15, 20], _sizes(max_tokens=20))
+
+
+def test_a_shared_prompt_counts_once_in_a_micro_batch() -> None:
+    # rows of 13, 13, 15, 15 share 3 and 5 tokens
+    assert bound_micro_batches([3, 5], _sizes(share_prompts=True)) == MicroBatches(
+        per_mini_batch=1, inference=1, tokens=3 + 20 + 5 + 20, sequences=4
+    )
+    by_tokens = bound_micro_batches([3, 5], _sizes(share_prompts=True, max_tokens=30))
+    assert (by_tokens.per_mini_batch, by_tokens.tokens, by_tokens.sequences) == (2, 5 + 20, 2)
+    # the second group, of 25, is cut, and each half computes its prompt
+    cut = bound_micro_batches([3, 5], _sizes(share_prompts=True, max_tokens=24))
+    assert (cut.per_mini_batch, cut.tokens) == (3, 3 + 20)
+
+
+def test_ranks_get_whole_groups_where_prompts_are_shared() -> None:
+    found = bound_micro_batches([90] * 2, _sizes(share_prompts=True, data_parallel_size=2))
+    assert found == MicroBatches(per_mini_batch=1, inference=1, tokens=90 + 20, sequences=2)
