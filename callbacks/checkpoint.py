@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.modules.on_policy import OnPolicyModule
+from lightning_rlhf.strategies.base import RLStrategy
 from lightning_rlhf.strategies.checkpoints import damaged_files, is_complete
 
 WANDB_RUN_ID = "wandb_run_id"
@@ -34,7 +35,8 @@ class RLCheckpoint(ModelCheckpoint):
 
     Lightning's ``global_step`` counts every optimizer's steps, several per RL step. Checkpoints are named
     ``rl_step=000010.ckpt``; ``Trainer.fit(ckpt_path="last")`` continues from the newest whole one, and names those
-    that it passes over. An older checkpoint is removed only once the new one stands.
+    that it passes over. An older checkpoint is removed only once the new one stands; under a strategy with
+    ``async_save=True`` that is at the next save or the end of training.
 
     A checkpoint holds every trained engine with its optimizer and schedule, the KL controller, the data's position,
     each rank's random state, RL step and policy version, the state of callbacks, and the id of the W&B run.
@@ -129,12 +131,15 @@ class RLCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._save_rl_step(trainer, as_on_policy(pl_module, callback=self))
+        module = as_on_policy(pl_module, callback=self)
+        self._save_rl_step(trainer, module)
+        self._settle_pending(trainer, module.rl_step)
 
     def _save_rl_step(self, trainer: pl.Trainer, module: OnPolicyModule) -> None:
         saved = module.rl_step in (0, self._last_rl_step_saved)
         if saved or self.save_top_k == 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        self._settle_pending(trainer, module.rl_step)
         self._last_rl_step_saved = module.rl_step
         path = self._directory(trainer) / f"rl_step={module.rl_step:06d}.ckpt"
         self._save_checkpoint(trainer, str(path))
@@ -145,14 +150,28 @@ class RLCheckpoint(ModelCheckpoint):
 
     def _keep(self, trainer: pl.Trainer, rl_step: int, score: float) -> None:
         """Notes the score of the checkpoint that was just saved, and removes those that are no longer kept."""
-        folder = self._directory(trainer)
         if self.save_best and math.isfinite(score):
             candidates = {**self.scores, f"rl_step={rl_step:06d}.ckpt": score}
             self.scores = dict(self._ranked(candidates)[: self.save_best])
-            self.best_model_path = str(folder / next(iter(self.scores)))
-            if trainer.is_global_zero:
-                self._write_scores(folder)
-        if not trainer.is_global_zero or self.save_top_k == -1:
+            self.best_model_path = str(self._directory(trainer) / next(iter(self.scores)))
+        strategy = trainer.strategy
+        # one that is still being written may yet fail: until it stands, the others are as they were
+        if not (isinstance(strategy, RLStrategy) and strategy.background.pending):
+            self._settle(trainer, rl_step)
+
+    def _settle_pending(self, trainer: pl.Trainer, rl_step: int) -> None:
+        """Waits for a checkpoint that is written beside training, and does what ``_keep`` has put off."""
+        if isinstance(trainer.strategy, RLStrategy) and trainer.strategy.finish_save():
+            self._settle(trainer, rl_step)
+
+    def _settle(self, trainer: pl.Trainer, rl_step: int) -> None:
+        """Writes down which are the best, and removes those that are kept neither as such nor as the newest."""
+        if not trainer.is_global_zero:
+            return
+        folder = self._directory(trainer)
+        if self.scores:
+            self._write_scores(folder)
+        if self.save_top_k == -1:
             return
         known = {int(match[1]): path for path in folder.glob("*.ckpt") if (match := _NAME.match(path.name))}
         # those of a higher number are not this run's to remove: it has not come that far

@@ -28,14 +28,16 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineRegistry, compute_dtype_of
+from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineRegistry
+from lightning_rlhf.contracts.precision import compute_dtype_of
 from lightning_rlhf.strategies import checkpoints
+from lightning_rlhf.strategies.background import BackgroundSave
 from lightning_rlhf.strategies.processes import die_with_parent
 
 T = TypeVar("T")
@@ -62,6 +64,11 @@ class RLStrategy(ParallelStrategy):
     backend: str
     share_prompts: bool = False
     """Whether its engines share prompts also where a module's config does not ask for it."""
+    offload_model: bool = False
+    offload_optimizer: bool = False
+    """What of its engines is in host memory between uses, see ``EngineConfig``."""
+    async_save: bool = False
+    """Whether checkpoints are written while training goes on."""
 
     def __init__(self, *, timeout_seconds: float = 1800.0, process_group_backend: str | None = None) -> None:
         super().__init__()
@@ -70,6 +77,8 @@ class RLStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.engines: dict[str, BaseEngine] = {}
         self._mesh: DeviceMesh | None = None
+        self.background = BackgroundSave()
+        self._save_group: dist.ProcessGroup | None = None
 
     # --- the layout ---------------------------------------------------------------------------------------------
 
@@ -118,7 +127,11 @@ class RLStrategy(ParallelStrategy):
     def create_engine(self, model_type: str, config: EngineConfig) -> BaseEngine:
         """Builds and initializes an engine on this back end, in the Trainer's precision. Collective."""
         config = dataclasses.replace(
-            config, compute_dtype=self._compute_dtype, share_prompts=config.share_prompts or self.share_prompts
+            config,
+            compute_dtype=self._compute_dtype,
+            share_prompts=config.share_prompts or self.share_prompts,
+            offload_model=config.offload_model or self.offload_model,
+            offload_optimizer=config.offload_optimizer or self.offload_optimizer,
         )
         engine = EngineRegistry.new(
             model_type, self.backend, config, device=self.root_device, **self.engine_arguments()
@@ -216,6 +229,9 @@ class RLStrategy(ParallelStrategy):
             device_id=None if self.root_device.type == "cpu" else self.root_device,
         )
         self._mesh = self.build_mesh(self.world_size, self.root_device.type)
+        if self.async_save and self._save_group is None:
+            # for the writers alone: their threads must not come between the collectives of training
+            self._save_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
         self._print_layout()
 
     def _print_layout(self) -> None:
@@ -273,8 +289,11 @@ class RLStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.engines.clear()
-        super().teardown()
+        try:
+            self.finish_save()
+        finally:
+            self.engines.clear()
+            super().teardown()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -334,4 +353,27 @@ class RLStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if weights_only is False:
             raise ValueError(f"{type(self).__name__} never unpickles a checkpoint; drop weights_only=False.")
+        self.finish_save()
         return checkpoints.load(self, Path(self.broadcast(str(checkpoint_path))))
+
+    @property
+    def save_group(self) -> dist.ProcessGroup | None:
+        """All ranks, for writers beside training; None where checkpoints are written at once."""
+        return self._save_group if self.async_save else None
+
+    def finish_save(self) -> bool:
+        """Waits for the checkpoint that is being written, if one is: whether there was one.
+
+        Raises:
+            RuntimeError: if it could not be written on every rank, with the reason.
+        """
+        return self.background.wait()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Lets a checkpoint in writing become whole; training's own error is the one that is raised."""
+        super().on_exception(exception)
+        try:
+            self.finish_save()
+        except Exception as error:  # noqa: BLE001 - said here; raising it would hide the one that ended training
+            rank_zero_warn(f"A checkpoint that was being written when training ended is lost: {error}")

@@ -18,12 +18,14 @@ import io
 import json
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_rlhf.contracts.callback import RNG_STATE_KEY
@@ -37,26 +39,58 @@ TRAINER_STATE = "trainer.pt"
 
 
 def save(strategy: RLStrategy, checkpoint: dict[str, Any], path: Path) -> None:
-    """Writes one checkpoint. Collective."""
-    part = _part_of(path)
+    """Writes one checkpoint, or with ``strategy.async_save`` copies it and starts its writer. Collective.
+
+    Raises:
+        RuntimeError: if it could not be written on every rank; also the one before, if that was written meanwhile.
+    """
+    strategy.finish_save()
+    trained = _trained(strategy)
+    group = strategy.save_group
     checkpoint = dict(checkpoint)
-    rng = checkpoint.pop(RNG_STATE_KEY, None)
+    small = {f"rng_{strategy.global_rank}.pt": _bytes_of(checkpoint.pop(RNG_STATE_KEY, None))}
     checkpoint.pop("optimizer_states", None)  # the engines' folders hold these
-    with _all_ranks(strategy, path):
+    if strategy.is_global_zero:
+        small[TRAINER_STATE] = _bytes_of(checkpoint)
+    if group is None:
+        _write(strategy, path, {role: engine.save_checkpoint for role, engine in trained.items()}, small, None)
+    else:
+        writers = {role: engine.checkpoint_writer(group) for role, engine in trained.items()}
+        strategy.background.start(partial(_write, strategy, path, writers, small, group))
+
+
+def _write(
+    strategy: RLStrategy,
+    path: Path,
+    engines: Mapping[str, Callable[[Path], None]],
+    small: Mapping[str, bytes],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Writes all files and puts the folder in place. Collective, over ``group`` alone where one is given.
+
+    Args:
+        strategy: tells the rank and, without ``group``, how ranks agree.
+        path: the checkpoint.
+        engines: by role, what writes its folder.
+        small: this rank's other files.
+        group: of all ranks, for a thread in which the training's group must not be used.
+    """
+    part = _part_of(path)
+    all_ranks = partial(_all_ranks, strategy, path, group)
+    with all_ranks():
         if strategy.is_global_zero:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-    for role, engine in _trained(strategy).items():
-        with _all_ranks(strategy, path):
-            engine.save_checkpoint(part / role)
-    with _all_ranks(strategy, path):
-        _write(part / f"rng_{strategy.global_rank}.pt", rng)
-        if strategy.is_global_zero:
-            _write(part / TRAINER_STATE, checkpoint)
-    with _all_ranks(strategy, path):
+    for role, write in engines.items():
+        with all_ranks():
+            write(part / role)
+    with all_ranks():
+        for name, content in small.items():
+            (part / name).write_bytes(content)
+    with all_ranks():
         digest = part / f"crc32_{strategy.global_rank}.json"
         digest.write_text(json.dumps(_checksums(part, _share(strategy, _files(part)))))
-    with _all_ranks(strategy, path):
+    with all_ranks():
         if strategy.is_global_zero:
             _write_manifest(strategy, part)
             _replace(part, path)
@@ -84,11 +118,11 @@ def _checksums(folder: Path, files: list[str]) -> dict[str, int]:
     return found
 
 
-def _write(path: Path, state: Any) -> None:
-    """torch.save, whose own error for a full disk would be a RuntimeError like any other."""
+def _bytes_of(state: Any) -> bytes:
+    """As torch.save writes it, in memory: its own error for a full disk would be a RuntimeError like any other."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    path.write_bytes(buffer.getbuffer())
+    return buffer.getvalue()
 
 
 def _write_manifest(strategy: RLStrategy, part: Path) -> None:
@@ -106,7 +140,7 @@ def _write_manifest(strategy: RLStrategy, part: Path) -> None:
 
 
 @contextmanager
-def _all_ranks(strategy: RLStrategy, path: Path) -> Iterator[None]:
+def _all_ranks(strategy: RLStrategy, path: Path, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Runs the body on each rank, then waits for all; one rank's failed write is an error on every rank. Collective.
 
     What was written of the checkpoint is removed then: on a full disk it would stand in the next one's way.
@@ -116,9 +150,9 @@ def _all_ranks(strategy: RLStrategy, path: Path) -> Iterator[None]:
         yield
     except (OSError, CheckpointException) as error:
         failure = error
-    if not strategy.reduce_boolean_decision(failure is None):
+    if not _all_agree(strategy, failure is None, group):
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else None
-        strategy.barrier()  # all have looked before the room is given back
+        _all_agree(strategy, True, group)  # all have looked before the room is given back
         if strategy.is_global_zero:
             shutil.rmtree(_part_of(path), ignore_errors=True)
         raise RuntimeError(
@@ -131,6 +165,15 @@ def _all_ranks(strategy: RLStrategy, path: Path) -> Iterator[None]:
             + ("" if free is None else f" With what was written, its file system has {free} bytes free.")
             + " Earlier checkpoints are as they were."
         ) from failure
+
+
+def _all_agree(strategy: RLStrategy, decision: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks say yes. Collective, over ``group`` alone where one is given."""
+    if group is None:
+        return strategy.reduce_boolean_decision(decision)
+    votes = torch.tensor(int(decision))
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return bool(votes)
 
 
 def _part_of(path: Path) -> Path:

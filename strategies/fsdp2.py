@@ -20,8 +20,14 @@ class FSDP2RLStrategy(RLStrategy):
         dp_replicate_size: copies of that group (hybrid sharding).
         reshard_after_forward: free a layer's full parameters between its forward and backward.
         cpu_offload: keep parameters, gradients and optimizer state on the host, see ``engines.fsdp2.FSDP2Engine``.
+        offload_model: keep parameters and gradients in host memory between uses, around a rollout above all; see
+            ``EngineConfig.offload_model``.
+        offload_optimizer: the optimizer's state likewise.
         share_prompts: compute the tokens that rollouts of one prompt begin with once in a micro-batch; pays where
             prompts are long beside the responses. See ``EngineConfig.share_prompts``.
+        async_save: write checkpoints while training goes on, from a copy in host memory; the next save and the end of
+            training wait for the one before, and raise what its writer raised. It takes the name of a checkpoint only
+            once it is whole on every rank.
         timeout_seconds: how long a collective may wait for a peer.
         process_group_backend: ``gloo`` or ``nccl``; None chooses by device.
     """
@@ -35,7 +41,10 @@ class FSDP2RLStrategy(RLStrategy):
         dp_replicate_size: int = 1,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
+        offload_model: bool = False,
+        offload_optimizer: bool = False,
         share_prompts: bool = False,
+        async_save: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
@@ -43,7 +52,10 @@ class FSDP2RLStrategy(RLStrategy):
         self.sizes: dict[str, int | Literal["auto"]] = {"dp_replicate": dp_replicate_size, "dp_shard": dp_shard_size}
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
+        self.offload_model = offload_model
+        self.offload_optimizer = offload_optimizer
         self.share_prompts = share_prompts
+        self.async_save = async_save
 
     @override
     def build_mesh(self, world_size: int, device_type: str) -> DeviceMesh:

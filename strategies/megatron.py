@@ -43,6 +43,9 @@ class MegatronRLStrategy(RLStrategy):
         moe_z_loss_coef: weight of the loss that keeps the router's logits small.
         router_replay: the experts that the actor's update sends tokens to: ``off``, those that its routers choose;
             ``old``, those of the pass that computed the old log-probs, where there is one.
+        offload_model: keep parameters and gradients in host memory between uses, around a rollout above all; see
+            ``EngineConfig.offload_model``.
+        offload_optimizer: the optimizer's state likewise.
         timeout_seconds: how long a collective may wait for a peer.
         process_group_backend: ``gloo`` or ``nccl``; None chooses by device.
 
@@ -71,6 +74,8 @@ class MegatronRLStrategy(RLStrategy):
         moe_aux_loss_coef: float | None = None,
         moe_z_loss_coef: float = 0.0,
         router_replay: RouterReplay = "off",
+        offload_model: bool = False,
+        offload_optimizer: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
@@ -91,6 +96,8 @@ class MegatronRLStrategy(RLStrategy):
             overlap_param_gather=overlap_param_gather,
         )
         self.recompute: Recompute | None = recompute
+        self.offload_model = offload_model
+        self.offload_optimizer = offload_optimizer
         self.moe = MoEOptions(
             dispatcher=moe_dispatcher,
             aux_loss_coef=moe_aux_loss_coef,

@@ -22,8 +22,14 @@ class UlyssesRLStrategy(FSDP2RLStrategy):
         dp_replicate_size: such copies (hybrid sharding).
         reshard_after_forward: free a layer's full parameters between its forward and backward.
         cpu_offload: keep parameters, gradients and optimizer state on the host, see ``engines.fsdp2.FSDP2Engine``.
+        offload_model: keep parameters and gradients in host memory between uses, around a rollout above all; see
+            ``EngineConfig.offload_model``.
+        offload_optimizer: the optimizer's state likewise.
         share_prompts: compute the tokens that rollouts of one prompt begin with once in a micro-batch; pays where
             prompts are long beside the responses, and only with ``sp_size=1``. See ``EngineConfig.share_prompts``.
+        async_save: write checkpoints while training goes on, from a copy in host memory; the next save and the end of
+            training wait for the one before, and raise what its writer raised. It takes the name of a checkpoint only
+            once it is whole on every rank.
         timeout_seconds: how long a collective may wait for a peer.
         process_group_backend: ``gloo`` or ``nccl``; None chooses by device.
 
@@ -41,7 +47,10 @@ class UlyssesRLStrategy(FSDP2RLStrategy):
         dp_replicate_size: int = 1,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
+        offload_model: bool = False,
+        offload_optimizer: bool = False,
         share_prompts: bool = False,
+        async_save: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
@@ -51,7 +60,10 @@ class UlyssesRLStrategy(FSDP2RLStrategy):
             dp_replicate_size=dp_replicate_size,
             reshard_after_forward=reshard_after_forward,
             cpu_offload=cpu_offload,
+            offload_model=offload_model,
+            offload_optimizer=offload_optimizer,
             share_prompts=share_prompts,
+            async_save=async_save,
             timeout_seconds=timeout_seconds,
             process_group_backend=process_group_backend,
         )

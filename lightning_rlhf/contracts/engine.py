@@ -26,27 +26,6 @@ LossFunction: TypeAlias = Callable[[ModelOutputs, Experience], LossOutput]
 
 ENTRY_POINT_GROUP = "lightning_rlhf.engines"
 
-COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
-"""By ``Trainer(precision=)``, the dtype of an engine's forward and backward."""
-
-
-def compute_dtype_of(precision: object, *, strategy: str) -> torch.dtype:
-    """The dtype that an engine computes in under a Trainer's precision.
-
-    Args:
-        precision: ``trainer.precision``, or a precision plugin's.
-        strategy: the strategy's name, for the message.
-
-    Raises:
-        ValueError: for a precision that would change what the optimizer updates.
-    """
-    if precision not in COMPUTE_DTYPES:
-        raise ValueError(
-            f"Trainer(precision={precision!r}) does not work with {strategy}; choose "
-            f"{' or '.join(map(repr, COMPUTE_DTYPES))}. Parameters and optimizer state stay fp32 in both."
-        )
-    return COMPUTE_DTYPES[str(precision)]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -72,6 +51,9 @@ class EngineConfig:
         lora: a ``contracts.lora.LoRAConfig`` or ``peft.LoraConfig``: trains a low-rank adapter and leaves the model
             frozen; export merges it into copies, checkpoints hold it alone. None trains the parameters that have
             ``requires_grad``: all of a model that is given by its path.
+        offload_model: parameters and gradients are in host memory between uses: ``train_mode`` and ``eval_mode`` bring
+            them to the device and take them back. On a CPU both are one place, and nothing moves.
+        offload_optimizer: the optimizer's state likewise, for ``train_mode`` alone.
 
     Raises:
         ValueError: if both micro-batch limits are given, or a number is not positive.
@@ -90,6 +72,8 @@ class EngineConfig:
     changes: bool = False
     share_prompts: bool = False
     lora: object | None = None
+    offload_model: bool = False
+    offload_optimizer: bool = False
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant, before anything is loaded."""
@@ -172,11 +156,11 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:
-        """Brings parameters, gradients and optimizer state to the device; offloads them again on exit if asked to."""
+        """Brings parameters, gradients and optimizer state to the device; offloads on exit what the config names."""
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Brings parameters to the device, for forward passes without gradients."""
+        """Brings parameters to the device, for forward passes without gradients; offloads on exit as ``train_mode``."""
 
     @abstractmethod
     def zero_grad(self) -> None:
@@ -247,6 +231,22 @@ class BaseEngine(ABC):
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank speaks for its model-parallel group: outputs are read and logged from it."""
         return self.model_parallel_group is None or dist.get_rank(self.model_parallel_group) == 0
+
+    def checkpoint_writer(self, group: dist.ProcessGroup | None) -> Callable[[Path], None]:
+        """Copies to the host what ``save_checkpoint`` writes, and returns what writes the copy. Collective.
+
+        The returned function is called once, with the folder, by every rank, in a thread beside training: it is
+        collective over ``group`` and uses no other group, no device and nothing that a later step changes.
+
+        Args:
+            group: of all ranks, over the host, for the writers alone; None for one process.
+
+        Raises:
+            RuntimeError: if the back end writes only while nothing trains.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__} writes its checkpoints while training waits; use async_save=False with it."
+        )
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Within it the model is the frozen base of its adapter.

@@ -11,6 +11,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -32,53 +34,85 @@ _METADATA_FILE = ".metadata"
 """What torch.distributed.checkpoint writes last."""
 
 
-def save(
-    path: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    lr_scheduler: LRScheduler | None,
-    *,
-    group: dist.ProcessGroup | None,
-    trained_only: bool = False,
-) -> None:
-    """Writes the state into the folder ``path``. Collective over ``group``.
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a checkpoint holds of an engine.
+
+    Attributes:
+        tensors: by the names they are stored under; sharded ones as this rank's shards.
+        numbers: the bytes of ``NUMBERS_FILE``.
+    """
+
+    tensors: dict[str, Tensor]
+    numbers: bytes
+
+    def on_host(self) -> State:
+        """A copy in host memory, which no later step changes."""
+        return State(tensors={name: _host_copy(value) for name, value in self.tensors.items()}, numbers=self.numbers)
+
+
+def state_of(
+    model: nn.Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None, *, trained_only: bool = False
+) -> State:
+    """Collects the state without copying tensors.
 
     Args:
-        path: the folder; made if absent, and without a checkpoint in it.
         model: has the parameters under Hugging Face names.
         optimizer: of the model's parameters, or None.
         lr_scheduler: of the optimizer, or None.
-        group: the ranks that hold the model's parts; None for one process.
         trained_only: leave out what has no gradient: the frozen base of an adapter.
 
     Raises:
-        FileExistsError: if the folder holds a checkpoint: overwriting it in place could leave a mixture of two.
         ValueError: if the schedule or a parameter group holds anything but plain numbers, strings and containers.
     """
-    if (path / _METADATA_FILE).exists():
-        raise FileExistsError(f"{path} holds a checkpoint already. Save into a fresh folder and move it into place.")
     numbers = io.BytesIO()
     torch.save(_numbers(optimizer, lr_scheduler), numbers)
     _check_loads(numbers)
-    path.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": value for name, value in _model_tensors(model, trained_only).items()}
     names = _parameter_names(model)
     if optimizer is not None:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 tensors[f"optimizer.{names[parameter]}.{key}"] = torch.as_tensor(value)
-    with _one_process_is_meant():
-        dcp_save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
+    return State(tensors=tensors, numbers=numbers.getvalue())
+
+
+def save(path: Path, state: State, *, group: dist.ProcessGroup | None) -> None:
+    """Writes the state into the folder ``path``. Collective over ``group``.
+
+    Args:
+        path: the folder; made if absent, and without a checkpoint in it.
+        state: of this rank.
+        group: the ranks that hold the model's parts; None for one process.
+
+    Raises:
+        FileExistsError: if the folder holds a checkpoint: overwriting it in place could leave a mixture of two.
+    """
+    if (path / _METADATA_FILE).exists():
+        raise FileExistsError(f"{path} holds a checkpoint already. Save into a fresh folder and move it into place.")
+    path.mkdir(parents=True, exist_ok=True)
+    if group is None:
+        with _one_process_is_meant():
+            dcp_save(state.tensors, checkpoint_id=path, no_dist=True)
+    else:
+        dcp_save(state.tensors, checkpoint_id=path, process_group=group)
     failure: OSError | None = None
     if group is None or dist.get_rank(group) == 0:
         try:
-            (path / NUMBERS_FILE).write_bytes(numbers.getvalue())
+            (path / NUMBERS_FILE).write_bytes(state.numbers)
         except OSError as error:
             failure = error
     if group is not None:
         dist.barrier(group)
     if failure is not None:  # after the barrier: no rank waits for this one any more
         raise failure
+
+
+def _host_copy(value: Tensor) -> Tensor:
+    if not isinstance(value, DTensor):
+        return value.detach().to("cpu", copy=True)
+    # the mesh stays the device's: it tells which part of the whole this is, and nothing is sent over it any more
+    return DTensor(value.to_local().detach().to("cpu", copy=True), value._spec, requires_grad=False)
 
 
 def load(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,11 @@ from typing_extensions import override
 
 from lightning_rlhf.batching.micro_batch import plan_micro_batches
 from lightning_rlhf.batching.shared_prompts import SharedPrefix, among, find_shared_prefixes
-from lightning_rlhf.contracts.engine import BaseEngine, LossFunction, OptimizerStepResult
+from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, LossFunction, OptimizerStepResult
 from lightning_rlhf.engines import checkpoint
 from lightning_rlhf.engines.adapter import adapter_disabled, merged_parameters, whole
 from lightning_rlhf.engines.hf_model import PackedCausalLM, PackedModel, load_causal_lm
+from lightning_rlhf.engines.residence import Residence
 from lightning_rlhf.engines.shared_stream import shared_stream
 from lightning_rlhf.metrics import Metric, merge_metrics
 from lightning_rlhf.types import Experience, ModelOutputs
@@ -40,6 +41,10 @@ class HFEngine(BaseEngine):
 
     can_share_prompts = True
     can_adapt = True
+
+    def __init__(self, config: EngineConfig, *, device: torch.device) -> None:
+        super().__init__(config, device=device)
+        self.residence = Residence(self)
 
     @abstractmethod
     def place(self, model: PackedModel) -> None:
@@ -65,6 +70,7 @@ class HFEngine(BaseEngine):
             )
             if self.config.lr_schedule is not None:
                 self.lr_scheduler = self.config.lr_schedule(self.optimizer)
+        self.residence.leave()
 
     def build(self) -> PackedModel:
         """Loads the model, checks that it can be trained packed, and places it. Collective."""
@@ -112,14 +118,8 @@ class HFEngine(BaseEngine):
     @contextmanager
     def train_mode(self) -> Iterator[None]:
         """Training mode, with gradients; parameters, gradients and optimizer state on the device."""
-        self.to(self.device)
-        was_training = self.packed.training
-        self.packed.train()
-        try:
-            with torch.enable_grad():
-                yield
-        finally:
-            self.packed.train(was_training)
+        with self.residence.on_device(optimizer=True), self._mode(True), torch.enable_grad():
+            yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -127,12 +127,15 @@ class HFEngine(BaseEngine):
 
         Not ``inference_mode``: FSDP2 cannot train after a forward inside it.
         """
-        self.to(self.device, optimizer=False)
+        with self.residence.on_device(optimizer=False), self._mode(False), torch.no_grad():
+            yield
+
+    @contextmanager
+    def _mode(self, train: bool) -> Iterator[None]:
         was_training = self.packed.training
-        self.packed.eval()
+        self.packed.train(train)
         try:
-            with torch.no_grad():
-                yield
+            yield
         finally:
             self.packed.train(was_training)
 
@@ -302,12 +305,14 @@ class HFEngine(BaseEngine):
 
         A head tied to the embedding has no entry of its own. Every rank must drain the generator: a consumer that
         fails on one rank goes on drawing, or the others wait for it in a gather. An adapter is merged into copies.
+        Parameters that are offloaded come to the device for as long as it is drawn from.
         """
-        if self.config.lora is not None:
-            yield from merged_parameters(self.hf_model)
-            return
-        for name, parameter in self.hf_model.named_parameters():
-            yield name, whole(parameter)
+        with self.residence.reachable():
+            if self.config.lora is not None:
+                yield from merged_parameters(self.hf_model)
+                return
+            for name, parameter in self.hf_model.named_parameters():
+                yield name, whole(parameter)
 
     @override
     def disable_adapter(self) -> AbstractContextManager[None]:
@@ -321,13 +326,16 @@ class HFEngine(BaseEngine):
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes parameters, optimizer state and schedule into the folder ``path``. Collective."""
-        checkpoint.save(
-            path,
-            self.hf_model,
-            self.optimizer,
-            self.lr_scheduler,
-            group=self.state_group,
-            trained_only=self.config.lora is not None,
+        checkpoint.save(path, self._state(), group=self.state_group)
+
+    @override
+    def checkpoint_writer(self, group: dist.ProcessGroup | None) -> Callable[[Path], None]:
+        """Copies to the host what ``save_checkpoint`` writes, and returns what writes the copy."""
+        return partial(checkpoint.save, state=self._state().on_host(), group=group)
+
+    def _state(self) -> checkpoint.State:
+        return checkpoint.state_of(
+            self.hf_model, self.optimizer, self.lr_scheduler, trained_only=self.config.lora is not None
         )
 
     def load_checkpoint(self, path: Path) -> None:

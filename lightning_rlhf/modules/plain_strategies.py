@@ -10,7 +10,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineHost, EngineRegistry, compute_dtype_of
+from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineHost, EngineRegistry
+from lightning_rlhf.contracts.precision import compute_dtype_of
 
 _LOST = (
     "{strategy}: {processes} hold(s) the whole model, its gradients and its optimizer. Lost against "

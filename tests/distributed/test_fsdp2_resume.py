@@ -74,7 +74,7 @@ def test_f07_adam_moments_survive_another_number_of_ranks(tmp_path: Path) -> Non
         layer, optimizer = _weight(1.0)
         for _ in range(3):
             _adam_step(layer, optimizer, 1.0)
-        checkpoint.save(tmp_path / "step", layer, optimizer, None, group=dist.group.WORLD)
+        checkpoint.save(tmp_path / "step", checkpoint.state_of(layer, optimizer, None), group=dist.group.WORLD)
 
     def load() -> tuple[Tensor, Tensor]:
         layer, optimizer = _weight(9.0)

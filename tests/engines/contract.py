@@ -248,6 +248,49 @@ def offloading_changes_no_number(subject: Subject, folder: Path) -> None:
     assert_parameters(engine, by_hand)
 
 
+def modes_bring_and_take_what_the_config_names(subject: Subject, folder: Path) -> None:
+    """In order, once for modes in one another, also after an exception; and no number changes."""
+    everything = (True, True, True)
+    cases = [
+        ({"offload_model": True, "offload_optimizer": True}, [("to the host", everything)]),
+        ({"offload_optimizer": True}, [("to the host", (False, True, False))]),
+        ({}, []),
+    ]
+    for settings, left in cases:
+        engine, by_hand = subject.engine(**settings), ByHand(subject.model_type)
+        moves = _recorded_moves(engine)
+        data = whole_batch().select(own_rows(engine))
+        to_train, to_score = ("to the device", everything), ("to the device", (True, False, True))
+        for _ in range(2):
+            assert_metrics(engine.train_batch(data, subject.loss), by_hand.step(whole_batch()))
+        assert moves == [to_train, *left] * 2
+        moves.clear()
+        with engine.eval_mode():
+            engine.infer_batch(data)  # has an eval_mode of its own
+        assert moves == [to_score, to_score, *left]
+        moves.clear()
+        with pytest.raises(ZeroDivisionError), engine.eval_mode(), engine.train_mode():
+            raise ZeroDivisionError
+        assert moves == [to_score, to_train, *left]
+        moves.clear()
+        assert_parameters(engine, by_hand)
+        assert moves == ([to_score, *left] if left else [])
+
+
+def _recorded_moves(engine: BaseEngine) -> list[tuple[str, tuple[bool, bool, bool]]]:
+    """What the engine's ``to`` is asked for from now on: where to, and which of model, optimizer and gradients."""
+    moves: list[tuple[str, tuple[bool, bool, bool]]] = []
+    to = engine.to
+
+    def recorded(device: torch.device, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        # on a CPU both are one place: they differ as objects alone
+        moves.append(("to the device" if device is engine.device else "to the host", (model, optimizer, grad)))
+        to(device, model=model, optimizer=optimizer, grad=grad)
+
+    vars(engine)["to"] = recorded
+    return moves
+
+
 def a_loaded_checkpoint_goes_on(subject: Subject, folder: Path) -> None:
     """Parameters, moments and learning rate, into an engine that started from other weights."""
     engine, by_hand = subject.engine(), ByHand(subject.model_type)
@@ -368,6 +411,7 @@ CHECKS: dict[str, Check] = {
         modes_set_the_model_and_put_it_back,
         forward_only_leaves_gradients_alone,
         offloading_changes_no_number,
+        modes_bring_and_take_what_the_config_names,
         a_loaded_checkpoint_goes_on,
         parameters_leave_whole_under_hugging_face_names,
         ranks_know_their_places,

@@ -89,6 +89,14 @@ class _StaysInEvaluation(TorchEngine):
             yield
 
 
+class _StaysOnTheDevice(TorchEngine):
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        self.to(self.device, optimizer=False)
+        with self._mode(False), torch.no_grad():
+            yield
+
+
 class _BackwardAnyway(TorchEngine):
     def forward_backward_batch(self, *args: Any, forward_only: bool = False) -> Any:
         with torch.enable_grad():
@@ -151,6 +159,7 @@ FAULTS: list[tuple[Callable[..., BaseEngine], str]] = [
     (_StaysInEvaluation, "modes_set_the_model_and_put_it_back"),
     (_BackwardAnyway, "forward_only_leaves_gradients_alone"),
     (_OffloadsIntoNothing, "offloading_changes_no_number"),
+    (_StaysOnTheDevice, "modes_bring_and_take_what_the_config_names"),
     (_ForgetsMoments, "a_loaded_checkpoint_goes_on"),
     (_NamesOfItsOwn, "parameters_leave_whole_under_hugging_face_names"),
     (_SendsTheTiedHeadTwice, "parameters_leave_whole_under_hugging_face_names"),

@@ -34,6 +34,7 @@ from lightning_rlhf.engines.megatron.offload import move_model, move_optimizer
 from lightning_rlhf.engines.megatron.optimizer import MegatronOptimizer
 from lightning_rlhf.engines.megatron.router_replay import ExpertChoices
 from lightning_rlhf.engines.megatron.source import hf_config_of, weight_source
+from lightning_rlhf.engines.residence import Residence
 
 
 class MegatronModel(BaseEngine):
@@ -61,6 +62,7 @@ class MegatronModel(BaseEngine):
         moe: MoEOptions | None = None,
     ) -> None:
         super().__init__(config, device=device)
+        self.residence = Residence(self)
         self.layout = layout or MegatronLayout()
         self.data_parallel = data_parallel or DataParallelOptions()
         self.recompute: Recompute = recompute or ("full" if config.gradient_checkpointing else "none")
@@ -102,6 +104,7 @@ class MegatronModel(BaseEngine):
         # without megatron's wrappers, so that a trained and a frozen engine call their parameters alike
         self.module = nn.ModuleList(self.bare_chunks).train(self.config.optimizer is not None)
         self.module.register_state_dict_post_hook(_tensors_alone)
+        self.residence.leave()
 
     def _check_experts(self, *, has_experts: bool) -> None:
         if self._replays and not has_experts:
@@ -171,16 +174,14 @@ class MegatronModel(BaseEngine):
     @contextmanager
     def train_mode(self) -> Iterator[None]:
         """Training mode, with gradients; parameters, gradients and optimizer state on the device."""
-        self.to(self.device)
-        with self._mode(True), torch.enable_grad():
+        with self.residence.on_device(optimizer=True), self._mode(True), torch.enable_grad():
             yield
 
     @override
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
         """Evaluation mode, without gradients; parameters on the device."""
-        self.to(self.device, optimizer=False)
-        with self._mode(False), torch.no_grad():
+        with self.residence.on_device(optimizer=False), self._mode(False), torch.no_grad():
             yield
 
     @contextmanager
@@ -222,27 +223,29 @@ class MegatronModel(BaseEngine):
         return self._export(main_gradient)
 
     def _export(self, tensor_of: Any) -> Iterator[tuple[str, Tensor]]:
-        # The consumer's own work between two tensors must not run inside megatron's scope.
-        tensors = export_parameters(self.bare_chunks, hf_config=self._hf_config, tensor_of=tensor_of)
-        with self.machine.active(), whole_parameters(self.chunks, self.data_parallel):
-            pass
-        while True:
-            with self.machine.active(), torch.no_grad():
-                item = next(tensors, None)
-            if item is None:
-                return
-            yield item
+        with self.residence.reachable():
+            # The consumer's own work between two tensors must not run inside megatron's scope.
+            tensors = export_parameters(self.bare_chunks, hf_config=self._hf_config, tensor_of=tensor_of)
+            with self.machine.active(), whole_parameters(self.chunks, self.data_parallel):
+                pass
+            while True:
+                with self.machine.active(), torch.no_grad():
+                    item = next(tensors, None)
+                if item is None:
+                    return
+                yield item
 
     @override
     def save_checkpoint(self, path: Path) -> None:
         """Writes parameters, optimizer state and schedule into the folder ``path``. Collective."""
-        with self.machine.active(), whole_parameters(self.chunks, self.data_parallel):
+        whole = whole_parameters(self.chunks, self.data_parallel)
+        with self.residence.reachable(optimizer=True), self.machine.active(), whole:
             checkpoint.save(path, self._checkpointed())
 
     @override
     def load_checkpoint(self, path: Path) -> None:
         """Reads what ``save_checkpoint`` wrote, also in another layout; see ``checkpoint.load``. Collective."""
-        with self.machine.active():
+        with self.residence.reachable(optimizer=True), self.machine.active():
             checkpoint.load(path, self._checkpointed())
 
     def _checkpointed(self) -> checkpoint.Checkpointed:
