@@ -114,7 +114,7 @@ time/critic_update | the critic's update | s
 time/sync | weight pushes | s
 time/other | what of the step no other time covers | s
 throughput/tokens_per_second | rollout/num_tokens over time/step | tokens/s
-throughput/mfu | 6 x parameters x tokens x epochs over the peak of all devices in time/update; with peak_flops | fraction
+throughput/mfu | 6 x parameters x tokens x epochs over the peak of devices in time/update; with peak_flops | fraction
 memory/peak_host | largest resident memory of rank 0's process so far | bytes
 memory/peak_device | largest memory of its device that PyTorch gave out in the step; on CUDA | bytes
 rl_step | training steps done | steps
