@@ -167,7 +167,8 @@ def test_a_key_of_another_option_of_the_group_names_it() -> None:
     with pytest.raises(ConfigError) as error:
         validate(cfg)
     assert str(error.value) == (
-        "rollout.kv_cache_bytes: unknown to lightning_rlhf.callbacks.HFRollout; it belongs to rollout=tools, rollout=vllm."
+        "rollout.kv_cache_bytes: unknown to lightning_rlhf.callbacks.HFRollout; it belongs to rollout=tools, "
+        "rollout=vllm."
     )
 
 
