@@ -128,6 +128,8 @@ class BaseEngine(ABC):
     """Whether the back end computes a prompt once for its rollouts; see ``EngineConfig.share_prompts``."""
     can_adapt: ClassVar[bool] = False
     """Whether the back end trains adapters; see ``EngineConfig.lora``."""
+    own_metrics: ClassVar[frozenset[str]] = frozenset()
+    """Metrics of ``train_batch`` about the back end itself, which no other one has."""
 
     def __init__(self, config: EngineConfig, *, device: torch.device) -> None:
         if config.share_prompts and not self.can_share_prompts:

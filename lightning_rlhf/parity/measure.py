@@ -113,7 +113,10 @@ def measure(build: Callable[[EngineConfig], BaseEngine], job: Measurement, *, re
     engine.bind_optimizer(optimizer)
     mine = batch.select(rows)
     loss = loss_function()
-    steps = [engine.train_batch(mine, loss) for _ in range(NUM_STEPS)]
+    steps = [
+        {name: value for name, value in engine.train_batch(mine, loss).items() if name not in engine.own_metrics}
+        for _ in range(NUM_STEPS)
+    ]
     writer.write("params", full_parameters(engine, disk_names=job.disk_names))
     writer.write("export", _exported(engine, disk_names=job.disk_names))
     save_file({"log_probs": inferred.cpu().contiguous()}, job.out / f"rank_{rank}.safetensors")

@@ -16,6 +16,7 @@ from lightning_rlhf.contracts.engine import LossFunction, OptimizerStepResult
 from lightning_rlhf.engines.megatron import heads
 from lightning_rlhf.engines.megatron.data_parallel import show_gradients
 from lightning_rlhf.engines.megatron.engine_model import MegatronModel
+from lightning_rlhf.engines.megatron.expert_load import LOAD_METRICS
 from lightning_rlhf.engines.megatron.last_stage import share_columns, share_metrics
 from lightning_rlhf.engines.megatron.micro_batches import MicroBatchPlan, agree_micro_batches
 from lightning_rlhf.engines.megatron.optimizer import zero_gradients
@@ -38,6 +39,8 @@ class MegatronEngine(MegatronModel):
 
     Arguments are those of ``MegatronModel``.
     """
+
+    own_metrics = LOAD_METRICS
 
     # --- micro-batches ------------------------------------------------------------------------------------------
 

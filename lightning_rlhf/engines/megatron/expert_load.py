@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from lightning_rlhf.engines.megatron.layout import collective_device
 from lightning_rlhf.metrics import Metric
 
+LOAD_METRICS = frozenset({"expert_load_max", "idle_experts"})
+
 
 class ExpertLoad:
     """Counts the tokens that each expert of each layer gets in training forwards, padding among them.
