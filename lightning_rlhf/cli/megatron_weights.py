@@ -25,6 +25,7 @@ def megatron_weights(folder: Path, *, base: str) -> Iterator[tuple[str, Tensor]]
         RecordError: if the folder holds no such model, or this process has a process group already.
     """
     from lightning_rlhf.engines.megatron.engine import MegatronEngine
+    from lightning_rlhf.engines.megatron.layout import destroy_groups
 
     if not (folder / ".metadata").is_file():
         raise RecordError(f"{folder} holds no model of the megatron back end.")
@@ -41,6 +42,8 @@ def megatron_weights(folder: Path, *, base: str) -> Iterator[tuple[str, Tensor]]
         engine.load_checkpoint(folder)
         yield from engine.get_per_tensor_param()
     finally:
+        # megatron's first: a process forked from this one would wait for the threads of groups that it inherits
+        destroy_groups()
         dist.destroy_process_group()
 
 
