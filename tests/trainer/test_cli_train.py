@@ -50,6 +50,14 @@ def alive(pid: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def assert_all_end(ranks: list[dict[str, Any]], *, why: str) -> None:
+    """Each of them is given 30 s to end: far below the timeout of a collective that it could be waiting in."""
+    end = time.monotonic() + 30
+    while any(alive(one["pid"]) for one in ranks):
+        assert time.monotonic() < end, why
+        time.sleep(0.1)
+
+
 def console_script(folder: Path) -> tuple[str, ...]:
     """A file as pip writes it for an entry point: no ``__spec__``, and its own folder first on the path."""
     script = folder / "bin" / "lightning-rlhf"
@@ -80,7 +88,7 @@ def test_two_ranks_run_the_same_configuration_in_the_same_folder(kind: str, tmp_
         assert one["heavy"] == []
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["with space"]
     assert done.stdout.count("4 prompts x 4 rollouts = 16 rollouts") == 1  # rank 0 alone speaks
-    assert not any(alive(one["pid"]) for one in ranks)
+    assert_all_end(ranks, why="a rank outlived the command")
 
 
 def test_a_failure_while_training_is_a_failure_of_the_command(tmp_path: Path) -> None:
@@ -95,10 +103,7 @@ def test_a_failure_on_one_rank_ends_the_others(rank: int, tmp_path: Path) -> Non
     done = start(tmp_path, *PARTS, "strategy=parts", "trainer.devices=2", f"algorithm.fail=rank {rank}")
     assert done.returncode != 0
     assert f"RuntimeError: fail=rank {rank} was asked for." in done.stderr
-    end = time.monotonic() + 30  # far below the timeout of the collective that the others wait in
-    while any(alive(one["pid"]) for one in reports(tmp_path / "outputs" / "parts")):
-        assert time.monotonic() < end, "a rank outlived the failure of another"
-        time.sleep(0.2)
+    assert_all_end(reports(tmp_path / "outputs" / "parts"), why="a rank outlived the failure of another")
 
 
 def rewards(run: Path) -> list[int]:
