@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def leave_no_trace() -> Iterator[None]:
     for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
     os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
+    if (layout := sys.modules.get("lightning_rlhf.engines.megatron.layout")) and "megatron.core" in sys.modules:
+        layout.destroy_groups()  # of a test that runs megatron in this process: later ones fork from it
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("The test left torch.distributed initialised: destroy its process group, or use run_distributed.")

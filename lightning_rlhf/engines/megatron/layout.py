@@ -264,6 +264,11 @@ def destroy_groups() -> None:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    # destroy_model_parallel forgets some (_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP). A process forked from this one
+    # would drop them when it makes its own, and wait for ever for the threads of gloo that it has not inherited.
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
     _current = None
     _model_parallel = None
 
