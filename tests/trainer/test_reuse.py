@@ -156,7 +156,7 @@ def test_a_step_whose_rewards_all_failed_moves_nothing(tmp_path: Path, tiny_dire
 
 def test_e03_prompts_that_were_never_sampled_are_no_rewards(tmp_path: Path, tiny_directory: Path) -> None:
     recorder = Recorder()
-    rollout = HFRollout(num_rollouts=4, max_new_tokens=8, max_model_len=3)
+    rollout = HFRollout(num_rollouts=4, max_new_tokens=2, max_model_len=3)
     trainer = toy_trainer(tmp_path, rollout=rollout, callbacks=[recorder])
     trainer.fit(toy_module(tiny_directory, max_rl_steps=1), toy_data())
     metrics = recorder.steps[0]["metrics"]
