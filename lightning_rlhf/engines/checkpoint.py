@@ -7,7 +7,6 @@ global shapes, so any number of ranks can read what any other number wrote.
 from __future__ import annotations
 
 import io
-import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rlhf.engines.safe_reader import SafeFileSystemReader
+from lightning_rlhf.engines.safe_reader import SafeFileSystemReader, check_loads
 
 NUMBERS_FILE = "numbers.pt"
 """Hyper-parameters of the optimizer's groups and the state of the schedule."""
@@ -67,7 +66,7 @@ def state_of(
     """
     numbers = io.BytesIO()
     torch.save(_numbers(optimizer, lr_scheduler), numbers)
-    _check_loads(numbers)
+    check_loads(numbers)
     tensors = {f"model.{name}": value for name, value in _model_tensors(model, trained_only).items()}
     names = _parameter_names(model)
     if optimizer is not None:
@@ -213,17 +212,6 @@ def _numbers(optimizer: Optimizer | None, lr_scheduler: LRScheduler | None) -> d
     if optimizer is not None:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"param_groups": groups, "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict()}
-
-
-def _check_loads(numbers: io.BytesIO) -> None:
-    numbers.seek(0)
-    try:
-        torch.load(numbers, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            "The learning-rate schedule or a parameter group holds an object that cannot be loaded without running its "
-            "code. Use a schedule whose state_dict() is plain numbers (functions, not callable objects, in LambdaLR)."
-        ) from error
 
 
 def _empty_states(

@@ -1,4 +1,4 @@
-"""Reads torch.distributed.checkpoint folders without running code that a file names."""
+"""Reads torch.distributed.checkpoint folders without running code that a file names, and writes none that would."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -95,3 +96,22 @@ class SafeFileSystemReader(FileSystemReader):
             raise pickle.UnpicklingError(f"{self._folder / '.metadata'} does not say how it was stored.")
         found.storage_meta.load_id = self.load_id
         return found
+
+
+def check_loads(numbers: io.BytesIO) -> None:
+    """Refuses to keep numbers that could not be read back: they are loaded with ``weights_only=True``.
+
+    Args:
+        numbers: what ``torch.save`` wrote of parameter groups and a learning-rate schedule.
+
+    Raises:
+        ValueError: if there is an object among them whose code would have to run.
+    """
+    numbers.seek(0)
+    try:
+        torch.load(numbers, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "The learning-rate schedule or a parameter group holds an object that cannot be loaded without running its "
+            "code. Use a schedule whose state_dict() is plain numbers (functions, not callable objects, in LambdaLR)."
+        ) from error

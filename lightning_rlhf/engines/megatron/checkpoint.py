@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_rlhf.engines.megatron.data_parallel import DataParallelOptions
 from lightning_rlhf.engines.megatron.layout import MegatronLayout
 from lightning_rlhf.engines.megatron.optimizer import MegatronOptimizer
-from lightning_rlhf.engines.safe_reader import SafeFileSystemReader
+from lightning_rlhf.engines.safe_reader import SafeFileSystemReader, check_loads
 
 NUMBERS_FILE = "numbers.pt"
 """Hyper-parameters of the optimizer's groups, its step, the schedule's state, and how the optimizer was cut."""
@@ -74,7 +74,7 @@ def save(path: Path, subject: Checkpointed) -> None:
         raise FileExistsError(f"{path} holds a checkpoint already. Save into a fresh folder and move it into place.")
     numbers = io.BytesIO()
     torch.save(_numbers(subject), numbers)
-    _check_loads(numbers)
+    check_loads(numbers)
     dist.barrier()  # nobody writes before all have looked
     path.mkdir(parents=True, exist_ok=True)
     dist_checkpointing.save(_sharded_state(subject, loading=False), str(path))
@@ -205,17 +205,6 @@ def _step(optimizer: MegatronOptimizer) -> float:
     largest = torch.tensor(max(found), device=torch.cuda.current_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
-
-
-def _check_loads(numbers: io.BytesIO) -> None:
-    numbers.seek(0)
-    try:
-        torch.load(numbers, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            "The learning-rate schedule or a parameter group holds an object that cannot be loaded without running its "
-            "code. Use a schedule whose state_dict() is plain numbers (functions, not callable objects, in LambdaLR)."
-        ) from error
 
 
 def _end_writers() -> None:
