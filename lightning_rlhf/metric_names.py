@@ -64,6 +64,8 @@ actor/loss | the policy's loss, the weighted sum of its per-token terms; mean ov
 actor/grad_norm | global norm of the gradient before clipping; mean over optimizer steps | 1
 actor/lr | learning rate of the first parameter group; mean over optimizer steps | 1
 actor/skipped_steps | optimizer steps not taken: gradient not finite, or nothing to train on | steps
+actor/num_micro_batches | forward-backwards of each rank in an optimizer step; mean over optimizer steps | 1
+actor/padding_fraction | share of the tokens computed in them, over all ranks, that are of no row (padding) | fraction
 actor/ratio_mean | mean of new over old probability of a token (or sequence, as the loss has it) | 1
 actor/ratio_min | the smallest such ratio | 1
 actor/ratio_max | the largest such ratio | 1
@@ -90,6 +92,8 @@ critic/loss | the critic's loss; mean over optimizer steps | loss
 critic/grad_norm | global norm of its gradient before clipping; mean over optimizer steps | 1
 critic/lr | learning rate of its first parameter group; mean over optimizer steps | 1
 critic/skipped_steps | its optimizer steps not taken | steps
+critic/num_micro_batches | the same of the critic | 1
+critic/padding_fraction | the same of the critic | fraction
 critic/value_mean | mean value of the tokens that train | reward
 critic/value_error_mean | mean difference of value and return | reward
 critic/value_clip_fraction | share of tokens without gradient since the value moved too far | fraction

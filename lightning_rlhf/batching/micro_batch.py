@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_rlhf.batching.balance import balanced_partitions, sequence_costs
-from lightning_rlhf.batching.shared_prompts import SharedPrefix, shared_cost
+from lightning_rlhf.batching.shared_prompts import SharedPrefix, among, shared_cost
+from lightning_rlhf.contracts.micro_batch_counts import MicroBatchCounts
 
 IntArray = npt.NDArray[np.int64]
 
@@ -82,6 +83,26 @@ def plan_micro_batches(
     parts.sort(key=lambda part: -float(costs[part].sum()))
     plan = [sorted(row for index in part for row in units[index].rows) for part in parts]
     return plan + [[] for _ in range(wanted - filled)]
+
+
+def count_computed(
+    lengths: Sequence[int], plan: Sequence[Sequence[int]], *, shared: Sequence[SharedPrefix] = (), multiple: int = 1
+) -> MicroBatchCounts:
+    """What the micro-batches of a plan compute, each laid out as one stream of tokens.
+
+    Args:
+        lengths: tokens of each sequence.
+        plan: of ``plan_micro_batches``.
+        shared: sequences that compute their common beginning once in a micro-batch.
+        multiple: what each stream is padded to a multiple of; one without sequences has this many tokens.
+    """
+    real = [
+        sum(lengths[row] for row in rows)
+        - sum(prefix.length * (len(prefix.rows) - 1) for prefix in among(shared, rows))
+        for rows in plan
+    ]
+    padded = [max(tokens + -tokens % multiple, multiple) for tokens in real]
+    return MicroBatchCounts(num_micro_batches=len(plan), num_tokens=sum(padded), num_padding=sum(padded) - sum(real))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rlhf.contracts.micro_batch_counts import MicroBatchCounts
 from lightning_rlhf.metrics import Metric, compute_metrics, join_ranks
 from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, Role
 
@@ -150,6 +151,7 @@ class BaseEngine(ABC):
         self.lr_scheduler: LRScheduler | None = None
         self.last_step: OptimizerStepResult | None = None
         self.last_metrics: dict[str, Metric] = {}
+        self.last_counts: MicroBatchCounts | None = None  # of forward_backward_batch; None if it does not count
         self._bound_optimizer: BoundOptimizer | None = None
 
     @abstractmethod

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_rlhf.batching.micro_batch import plan_micro_batches
+from lightning_rlhf.batching.micro_batch import count_computed, plan_micro_batches
 from lightning_rlhf.batching.shared_prompts import SharedPrefix, among, find_shared_prefixes
 from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, LossFunction, OptimizerStepResult
 from lightning_rlhf.engines import checkpoint
@@ -56,6 +56,11 @@ class HFEngine(BaseEngine):
 
     def finish_gradients(self) -> None:
         """Called after the last backward of a mini-batch. Collective."""
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro-batch are padded to a multiple of."""
+        return 1
 
     # --- building -----------------------------------------------------------------------------------------------
 
@@ -159,6 +164,7 @@ class HFEngine(BaseEngine):
         """
         shared = self._shared_prefixes(data)
         plan = self._plan(data, shared, refused=None if data.loss_weights is not None else _NO_LOSS_WEIGHTS)
+        self.last_counts = count_computed(data.lengths.tolist(), plan, shared=shared, multiple=self.token_multiple)
         data = data.to(self.device)
         parts: list[dict[str, Metric]] = []
         for index, rows in enumerate(plan):

@@ -105,6 +105,12 @@ class UlyssesEngine(FSDP2Engine):
 
     @property
     @override
+    def token_multiple(self) -> int:
+        """The ``sp`` ranks hold equally many tokens."""
+        return self._sp.size()
+
+    @property
+    @override
     def data_parallel_rank(self) -> int:
         """This rank's group's place among the groups that hold different rows."""
         return self._rows.get_local_rank()

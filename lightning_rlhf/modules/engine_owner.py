@@ -20,7 +20,7 @@ from lightning_rlhf.contracts.engine import (
     OptimizerStepResult,
 )
 from lightning_rlhf.engines.optimizer import EngineOptimizer
-from lightning_rlhf.metrics import Metric, compute_metrics, merge_metrics
+from lightning_rlhf.metrics import Metric, compute_metrics, merge_metrics, reduce_metrics
 from lightning_rlhf.modules.plain_strategies import check_plain_engine, check_strategy, create_plain_engine
 from lightning_rlhf.modules.step_data import StepData
 from lightning_rlhf.modules.step_record import StepRecord
@@ -108,11 +108,13 @@ class EngineOwner(StepRecord):
         """One optimizer step per mini-batch and epoch; returns their metrics, joined as each declares. Collective."""
         num_steps = epochs * data.num_trained
         untrained = epochs * len(data.plan.mini_batches) - num_steps
-        engine, history = self._engines[role], []
+        engine, history, counts = self._engines[role], [], []
         for index, mini_batch in enumerate(data.mini_batches(epochs=epochs)):
             self._step_index, self._step_is_last = index, index == num_steps - 1
             engine.train_batch(self.before_train_batch(role, index, mini_batch), loss_function)
             history.append(engine.last_metrics)
+            if engine.last_counts is not None:
+                counts.append(engine.last_counts.metrics(engine.device))
         if untrained:
             rank_zero_warn(
                 f"RL step {self.rl_step}: {untrained} mini-batch(es) had no row with a reward to train on, and no step."
@@ -122,6 +124,9 @@ class EngineOwner(StepRecord):
             history.append({name: Metric.of(torch.tensor(0.0)) for name in ("loss", "grad_norm")})
         # a loss names its own metrics bare; one with a slash says itself what it is about
         metrics = compute_metrics(merge_metrics(history))
+        metrics |= reduce_metrics(
+            merge_metrics(counts), engine.data_parallel_group, distributed=engine.data_parallel_size > 1
+        )
         return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
 
     def before_train_batch(self, role: Role, index: int, mini_batch: Experience) -> Experience:

@@ -58,6 +58,7 @@ class MegatronEngine(MegatronModel):
             RuntimeError: if another rank cannot cut its share, or ranks of a model-parallel group hold other rows.
         """
         plan = self._plan(data, refused=None if data.loss_weights is not None else NO_LOSS_WEIGHTS)
+        self.last_counts = plan.counts(num_tokens=data.num_tokens)
         data = data.to(self.device)
         micro_batches = [data.select(rows) for rows in plan.rows]
         packed = self._pack(micro_batches, plan)
@@ -68,8 +69,8 @@ class MegatronEngine(MegatronModel):
             loss, metrics = weighted_loss(outputs, micro_batches[index], loss_function)
             parts.append({**metrics, "loss": Metric.sum(loss)})
             # megatron divides gradients by the sum of what is reported here: num_tokens over all ranks
-            num_local = torch.tensor(packed[index].num_local, dtype=torch.int, device=self.device)
-            return loss * plan.num_tokens, num_local
+            num_real = torch.tensor(packed[index].num_real, dtype=torch.int, device=self.device)
+            return loss * plan.num_tokens, num_real
 
         with self.machine.active(), torch.set_grad_enabled(torch.is_grad_enabled() and not forward_only):
             if not forward_only:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_rlhf.batching.micro_batch import plan_micro_batches
 from lightning_rlhf.contracts.engine import EngineConfig
+from lightning_rlhf.contracts.micro_batch_counts import MicroBatchCounts
 
 _CANNOT_PLAN = 2**40
 """Sent in place of a number of micro-batches by a rank that must raise, so that no other waits for it."""
@@ -23,12 +24,17 @@ class MicroBatchPlan:
     Attributes:
         rows: of each micro-batch, perhaps none; equally many micro-batches on all data-parallel ranks.
         padded_sizes: of each micro-batch, the tokens that it is padded to over context-parallel ranks.
-        num_tokens: the mini-batch's padded tokens over data- and context-parallel ranks.
+        num_tokens: the mini-batch's tokens over data-parallel ranks, without padding.
     """
 
     rows: list[list[int]]
     padded_sizes: list[int]
     num_tokens: int
+
+    def counts(self, *, num_tokens: int) -> MicroBatchCounts:
+        """What this rank's model-parallel group runs, given the tokens of its rows."""
+        padded = sum(self.padded_sizes)
+        return MicroBatchCounts(num_micro_batches=len(self.rows), num_tokens=padded, num_padding=padded - num_tokens)
 
 
 def agree_micro_batches(
@@ -85,7 +91,7 @@ def agree_micro_batches(
     if equal_sizes:
         sizes = [_over_ranks(max(sizes), dist.ReduceOp.MAX, group, device)] * number
     return MicroBatchPlan(
-        rows=rows, padded_sizes=sizes, num_tokens=_over_ranks(sum(sizes), dist.ReduceOp.SUM, group, device)
+        rows=rows, padded_sizes=sizes, num_tokens=_over_ranks(sum(lengths), dist.ReduceOp.SUM, group, device)
     )
 
 
