@@ -41,6 +41,7 @@ reward/groups_without_signal | share of groups whose rewards are all equal, over
 reward/<component> | mean of one of several rewards, unweighted | reward
 reward/<component>/failed | rows on which that reward failed | rows
 reward/overlong_penalty | mean penalty for long responses, taken off the rewards | reward
+reward/length_penalty | mean of what the length penalty adds to the rewards | reward
 reward/kl_penalty | mean KL penalty taken off the rewards, per response | reward
 rollout/response_length | mean tokens that the policy sampled, per response | tokens
 rollout/response_length_max | those of the longest response | tokens
@@ -66,6 +67,10 @@ actor/lr | learning rate of the first parameter group; mean over optimizer steps
 actor/skipped_steps | optimizer steps not taken: gradient not finite, or nothing to train on | steps
 actor/num_micro_batches | forward-backwards of each rank in an optimizer step; mean over optimizer steps | 1
 actor/padding_fraction | share of the tokens computed in them, over all ranks, that are of no row (padding) | fraction
+actor/advantage_mean | mean advantage of the tokens that train | 1
+actor/advantage_std | standard deviation of those advantages (population) | 1
+actor/advantage_min | the smallest of them | 1
+actor/advantage_max | the largest of them | 1
 actor/ratio_mean | mean of new over old probability of a token (or sequence, as the loss has it) | 1
 actor/ratio_min | the smallest such ratio | 1
 actor/ratio_max | the largest such ratio | 1

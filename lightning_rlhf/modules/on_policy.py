@@ -27,7 +27,7 @@ from lightning_rlhf.contracts.engine import (
 from lightning_rlhf.modules.arguments import check_arguments
 from lightning_rlhf.modules.reference import ReferenceOwner
 from lightning_rlhf.modules.step_data import StepData, build_step_data
-from lightning_rlhf.modules.step_metrics import component_rewards, rollout_metrics
+from lightning_rlhf.modules.step_metrics import component_rewards, experience_metrics, rollout_metrics
 from lightning_rlhf.rewards import RewardFunction, score
 from lightning_rlhf.rng import capture_rng, restore_rng
 from lightning_rlhf.types import Experience, LossOutput, ModelOutputs, PromptBatch, Rollouts
@@ -212,8 +212,12 @@ class OnPolicyModule(ReferenceOwner):
         rollouts = self._rollouts_of(batch)
         rewards = self.score(rollouts)
         step_data = self.step_data = self.make_experience(rollouts, rewards)
-        update_metrics = self.update(step_data)
-        self.finish_step(rollout_metrics(step_data.plan), component_rewards(rollouts, self.actor), update_metrics)
+        before_update = (
+            rollout_metrics(step_data.plan),
+            component_rewards(rollouts, self.actor),
+            experience_metrics(rollouts, step_data.experience, self.actor, policy_version=self.policy_version),
+        )
+        self.finish_step(*before_update, self.update(step_data))
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Rewards ``[B]`` fp32 of this rank's rows, NaN where one failed; kept in ``rollouts.rewards``.

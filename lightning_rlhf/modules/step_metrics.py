@@ -8,9 +8,9 @@ import torch
 
 from lightning_rlhf.batching.plan import StepPlan
 from lightning_rlhf.contracts.engine import BaseEngine
-from lightning_rlhf.metrics import reduce_metrics
+from lightning_rlhf.metrics import Metric, reduce_metrics
 from lightning_rlhf.rewards import component_metrics
-from lightning_rlhf.types import Rollouts
+from lightning_rlhf.types import Experience, Rollouts
 
 
 def rollout_metrics(plan: StepPlan) -> dict[str, float]:
@@ -55,3 +55,38 @@ def component_rewards(rollouts: Rollouts, engine: BaseEngine) -> dict[str, float
     return reduce_metrics(
         component_metrics(named), engine.data_parallel_group, distributed=engine.data_parallel_size > 1
     )
+
+
+def experience_metrics(
+    rollouts: Rollouts, experience: Experience, engine: BaseEngine, *, policy_version: int
+) -> dict[str, float]:
+    """How old the weights were that sampled, and what the step learns from, over all data-parallel ranks. Collective.
+
+    Args:
+        rollouts: this rank's rows as sampled.
+        experience: this rank's rows as they train, which may be others.
+        engine: gives the ranks.
+        policy_version: of the actor now.
+
+    Returns:
+        ``rollout/staleness_mean`` and ``rollout/staleness_max`` of the tokens that the policy sampled, in policy
+        versions; ``actor/advantage_mean``, ``_std`` (population), ``_min`` and ``_max`` over tokens that train.
+    """
+    stale = (policy_version - rollouts.token_versions[rollouts.response_mask]).to(engine.device)
+    advantages = experience.advantages[experience.loss_mask].to(engine.device)
+    over_ranks = reduce_metrics(
+        {
+            "rollout/staleness_mean": Metric.mean(stale),
+            "rollout/staleness_max": Metric.max(stale),
+            "actor/advantage_mean": Metric.mean(advantages),
+            "actor/advantage_std": Metric.mean(advantages.double().square()),  # less the squared mean, below
+            "actor/advantage_min": Metric.min(advantages),
+            "actor/advantage_max": Metric.max(advantages),
+        },
+        engine.data_parallel_group,
+        distributed=engine.data_parallel_size > 1,
+    )
+    if "actor/advantage_std" in over_ranks:
+        square, mean = over_ranks["actor/advantage_std"], over_ranks["actor/advantage_mean"]
+        over_ranks["actor/advantage_std"] = max(square - mean**2, 0.0) ** 0.5
+    return over_ranks
