@@ -63,7 +63,7 @@ class ReplicaFleet:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)  # the trainer's, which vLLM would take for its own
         self._host = subprocess.Popen(
-            [sys.executable, "-m", "lightning_rlhf.rollout.replica_host", str(theirs)],
+            [sys.executable, "-m", "lightning_rlhf.rollout.replica_host", str(theirs), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,

@@ -3,10 +3,11 @@
 It talks with its parent in lines of JSON. On stdin come ``{"start": index, "config": {...}}`` and ``{"kill": index}``;
 the first line is ``{"token": ..., "sockets": [fd, ...], "folder": ...}``, with the listening socket of each replica. On
 the descriptor named on the command line go ``{"ready": true}``, ``{"started": index, "pid": ...}`` and
-``{"exited": index, "pid": ..., "status": ...}``. When stdin ends, the parent is gone: all replicas are killed, and the
-folder, which holds weights, is removed.
+``{"exited": index, "pid": ..., "status": ...}``. When stdin ends, or the parent is another process than the one that
+started this one, the trainer is gone: all replicas are killed, and the folder, which holds weights, is removed. The end
+of stdin alone would not do: it stays open as long as any other fork of the trainer holds its other end.
 
-Run as ``python -m lightning_rlhf.rollout.replica_host FD``.
+Run as ``python -m lightning_rlhf.rollout.replica_host FD PARENT``.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ class ReplicaHost:
 
     Args:
         answers: descriptor that events are written to.
+        parent: the process that this one obeys, and does not outlive.
     """
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self, answers: int, *, parent: int) -> None:
         self._answers = answers
+        self._parent = parent
         self._pids: dict[int, int] = {}
         self._token = ""
         self._sockets: list[int] = []
@@ -49,11 +52,11 @@ class ReplicaHost:
         self._looked = 0.0
 
     def run(self) -> None:
-        """Obeys until stdin ends."""
+        """Obeys until the parent is gone."""
         prepare_process()
         self._tell({"ready": True})
         pending = b""
-        while True:
+        while os.getppid() == self._parent:
             self._note_exits()
             self._note_shared()
             if not select.select([0], [], [], POLL_SECONDS)[0]:
@@ -146,5 +149,5 @@ class ReplicaHost:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which ends this one
-    ReplicaHost(int(sys.argv[1])).run()
+    ReplicaHost(int(sys.argv[1]), parent=int(sys.argv[2])).run()
     os._exit(0)  # taking apart all that was imported takes seconds
