@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_rlhf.batching.exchange import all_gather_bytes
+from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step
 from lightning_rlhf.callbacks.rollout_window import Prompt, RolloutWindow, batch_of, prompts_of
 from lightning_rlhf.contracts.rollout import SamplingConfig
 from lightning_rlhf.data import PromptDataModule
@@ -101,6 +102,8 @@ class AsyncRollout:
         sampling: how.
         lag: see `steps_ahead`.
         restored: what a checkpoint held, by rank.
+        dynamic: leaves groups of equal rewards out of a step; what takes their place is under way already, and further
+            prompts are begun instead. None takes every group.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class AsyncRollout:
         sampling: SamplingConfig,
         lag: int,
         restored: Sequence[dict[str, Any]] | None,
+        dynamic: DynamicSampling | None = None,
     ) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, PromptDataModule):
@@ -124,7 +128,7 @@ class AsyncRollout:
                 "in the same order. Use max_staleness=0 and over_sampling=1 with sequence, tensor or pipeline parallel."
             )
         self.settings, self.module, self.engine, self.sampling = settings, module, engine, sampling
-        self._data = data
+        self._data, self._dynamic = data, dynamic
         self._ranks = module.actor.data_parallel_size
         self._count = data.prompts_per_step // self._ranks
         self._per_step = versions_per_step(module, rollouts_per_step=data.prompts_per_step * sampling.n)
@@ -144,18 +148,57 @@ class AsyncRollout:
         lacking = self._count + self._extra - len(self.window)
         if lacking > 0:  # the first step: nothing is under way
             self._draw(lacking, rl_step=rl_step)
+        before = self.window.restarted
+        if self._dynamic is None:
+            batch.rollouts = self._take_into(batch)
+        else:
+            self._fill_with_signal(batch, self._dynamic)
+        assert batch.rollouts is not None
+        self._note(batch.rollouts, restarted=self.window.restarted - before)
+
+    def _take_into(self, batch: PromptBatch) -> Rollouts:
+        """As many groups as the batch has prompts, which become theirs."""
         version = self.engine.weight_version
         if version is None:
             raise RuntimeError("The rollout engine has no weights; a push must come before the rollout.")
         self.window.begin_all(version=version)
-        before = self.window.restarted
-        groups = self.window.take(self._count, version=self.module.policy_version, versions_per_step=self._per_step)
-        chosen = batch_of([group.prompt for group in groups])
-        batch.uids, batch.prompt_token_ids = chosen.uids, chosen.prompt_token_ids
-        batch.prompts, batch.metadata = chosen.prompts, chosen.metadata
+        groups = self.window.take(
+            len(batch),
+            version=self.module.policy_version,
+            versions_per_step=self._per_step,
+            on_wait=self.engine.push_if_none_serves,
+        )
+        _replace_prompts(batch, batch_of([group.prompt for group in groups]))
         sequences = [sequence for group in groups for sequence in group.sequences]
-        batch.rollouts = Rollouts.from_sequences(sequences, temperature=self.sampling.temperature or 1.0)
-        self._note(batch.rollouts, restarted=self.window.restarted - before)
+        return Rollouts.from_sequences(sequences, temperature=self.sampling.temperature or 1.0)
+
+    def _fill_with_signal(self, batch: PromptBatch, settings: DynamicSampling) -> None:
+        """As a synchronous step is filled, with groups from the window. Collective over data-parallel ranks."""
+
+        def drawn(count: int) -> PromptBatch:
+            prompts = self._data.draw(count)
+            self.window.add(prompts_of(prompts, rl_step=self.module.rl_step))
+            return prompts
+
+        def scored(prompts: PromptBatch) -> Rollouts:
+            rollouts = self._take_into(prompts)
+            self.module.score(rollouts)
+            return rollouts
+
+        actor = self.module.actor
+        step = fill_step(
+            batch,
+            settings=settings,
+            mask_truncated=self.module.mask_truncated,
+            sample=scored,
+            draw=drawn,
+            group=actor.data_parallel_group,
+            num_replicas=self._ranks,
+            device=actor.device,
+        )
+        _replace_prompts(batch, step.prompts)
+        batch.rollouts = step.rollouts
+        self.module.note_metrics(step.metrics)
 
     def _draw(self, lacking: int, *, rl_step: int) -> None:
         drawn = self._data.draw(lacking * self._ranks)
@@ -198,3 +241,8 @@ class AsyncRollout:
         actor = self.module.actor
         parts = all_gather_bytes(json.dumps(own).encode(), group=actor.data_parallel_group, device=actor.device)
         return [json.loads(part) for part in parts]
+
+
+def _replace_prompts(batch: PromptBatch, others: PromptBatch) -> None:
+    batch.uids, batch.prompt_token_ids = others.uids, others.prompt_token_ids
+    batch.prompts, batch.metadata = others.prompts, others.metadata

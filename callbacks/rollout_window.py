@@ -100,13 +100,16 @@ class RolloutWindow:
             self._running.append(RunningGroup(prompt=prompt, version=version, future=future))
             future.add_done_callback(self._arrived.put)
 
-    def take(self, count: int, *, version: int, versions_per_step: int) -> list[FinishedGroup]:
+    def take(
+        self, count: int, *, version: int, versions_per_step: int, on_wait: Callable[[], None] = lambda: None
+    ) -> list[FinishedGroup]:
         """Waits for and removes the groups of one training step.
 
         Args:
             count: groups of the step on this rank.
             version: the policy's now.
             versions_per_step: by how many versions a training step advances the policy.
+            on_wait: called about once a second while the step waits.
 
         Raises:
             RuntimeError: if a group failed, or there are fewer than ``count``.
@@ -121,6 +124,7 @@ class RolloutWindow:
             enough = finished_ageing >= min(count, ageing + finished_ageing) and len(self._finished) >= count
             if enough:
                 break
+            on_wait()
             self._collect(LOOK_SECONDS)
         taken = self._finished.take(count, older_first=oldest_next)
         stale = max(version - group.version for group in taken)

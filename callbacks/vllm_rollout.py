@@ -115,11 +115,6 @@ class VLLMRollout(RolloutCallback):
                 "replicas=, tensor_parallel_size=, devices=, urls=, token=, in_flight=, max_staleness=, over_sampling= "
                 "and server= are about mode='server'; a colocated engine runs in each training process, on its device."
             )
-        if dynamic_sampling is not None and self.ahead.needs_window:
-            raise ValueError(
-                "dynamic_sampling refills the step under way, and max_staleness and over_sampling fill steps to come: "
-                "use one of them."
-            )
         if environment is not None and self.ahead.needs_window:
             raise ValueError(
                 "Rollouts with an environment= take their turns together, and do not run ahead of training: use "
@@ -157,6 +152,7 @@ class VLLMRollout(RolloutCallback):
                 sampling=self.sampling,
                 lag=lag,
                 restored=self._restored,
+                dynamic=self.dynamic_sampling,
             )
             self._restored = None
         with module.timed("rollout"):

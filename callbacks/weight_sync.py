@@ -95,20 +95,38 @@ class WeightSync(RLCallback):
         Args:
             module: whose actor's weights they are.
             rollout: the engine that is about to sample.
-            max_lag: versions that it may be behind.
+            max_lag: versions that it may be behind; a replica that started again and has no weights gets a push all
+                the same.
         """
         if self._manager is None or self._rollout is not rollout or self._manager.engine is not module.actor:
             self._manager = self._build_manager(module, rollout)
             self._rollout = rollout
             # versions are counted by each module for itself: equal numbers of two modules are not equal weights
             rollout.weight_version = None
+            self._let_it_push(module, rollout, self._manager)
         held = rollout.weight_version
-        if max_lag and held is not None and 0 <= module.policy_version - held <= max_lag:
+        new_enough = bool(max_lag) and held is not None and 0 <= module.policy_version - held <= max_lag
+        if new_enough and not self._manager.any_rank(self._some_lack_weights()):
             return
         self._find_replicas(self._manager)
         with module.timed("sync"):
             if self._manager.is_stale(module.policy_version):
                 self._keep(module, self._push(self._manager, module.policy_version))
+
+    def _let_it_push(self, module: OnPolicyModule, rollout: RolloutEngine, manager: CheckpointEngineManager) -> None:
+        """A trainer of one rank can push while it waits for responses; several would have to agree on it first."""
+        from lightning_rlhf.rollout.served import ServedRolloutEngine
+
+        if (
+            isinstance(rollout, ServedRolloutEngine)
+            and self.checkpoint_engine.remote
+            and module.trainer.world_size == 1
+        ):
+            rollout.push_now = lambda: self._keep(module, self._push(manager, module.policy_version))
+
+    def _some_lack_weights(self) -> bool:
+        """Whether a replica of this rank has started again, and no push has reached it since."""
+        return self.checkpoint_engine.remote and bool(self._served().pool.without_weights())
 
     def _build_manager(self, module: OnPolicyModule, rollout: RolloutEngine) -> CheckpointEngineManager:
         bf16 = module.actor.config.compute_dtype is torch.bfloat16

@@ -254,10 +254,18 @@ class ReplicaPool:
         return [replica.index for replica in self.replicas if replica.state == "up"]
 
     def _hopeless(self, *, push_may_come: bool = True) -> bool:
-        def needs_push(replica: Replica) -> bool:
-            return self._leads and self._load is None and replica.state == "unready" and replica.version is None
+        needy = () if push_may_come else self.without_weights()
+        return all(replica.state == "dead" or replica in needy for replica in self.replicas)
 
-        return all(replica.state == "dead" or (not push_may_come and needs_push(replica)) for replica in self.replicas)
+    def without_weights(self) -> list[Replica]:
+        """Those that have started again, and that only a push can bring weights."""
+        if not self._leads or self._load is not None:
+            return []
+        return [replica for replica in self.replicas if replica.state == "unready" and replica.version is None]
+
+    def waits_for_push(self) -> bool:
+        """Whether nothing will be sampled until weights are pushed."""
+        return self._hopeless(push_may_come=False) and not self._hopeless()
 
     async def _send(self, replica: Replica, waiting: dict[str, PendingRequest]) -> None:
         bodies = [request.body() for request in waiting.values()]

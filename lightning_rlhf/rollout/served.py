@@ -8,8 +8,8 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig, request_seed
 from lightning_rlhf.rollout.model_directory import ModelDirectory
+from lightning_rlhf.rollout.replica_agreement import same_scores, same_tensors
 from lightning_rlhf.rollout.replica_client import ReplicaClient
 from lightning_rlhf.rollout.replica_fleet import ReplicaFleet
 from lightning_rlhf.rollout.replica_pool import ReplicaPool
@@ -31,8 +32,7 @@ from lightning_rlhf.types import PromptBatch, Rollouts, RolloutSequence
 
 T = TypeVar("T")
 SCORING = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-AGREEMENT_NATS = 1e-2
-"""Replicas hold the same weights: they may differ by rounding, no more."""
+LOOK_SECONDS = 0.5
 
 
 class ServedRolloutEngine(RolloutEngine):
@@ -58,7 +58,10 @@ class ServedRolloutEngine(RolloutEngine):
 
     Attributes:
         counters: prompts skipped and samples dropped so far.
+        push_now: pushes the current weights while responses are waited for; set by who can do so without other ranks.
     """
+
+    push_now: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -159,18 +162,24 @@ class ServedRolloutEngine(RolloutEngine):
                 "The rollout engine has no valid weights: none were pushed, or a push failed half-way. Push weights "
                 "(load_weights, then weight_version) before sampling."
             )
+        may_come, version = self.push_now is not None, self._version
         groups = [
-            self._start(
-                self._group(prompts, index, sampling, rl_step=rl_step, version=self._version, push_may_come=False)
-            )
+            self._start(self._group(prompts, index, sampling, rl_step=rl_step, version=version, push_may_come=may_come))
             for index in range(len(prompts))
         ]
         try:
+            while self.push_now is not None and wait(groups, LOOK_SECONDS, return_when=FIRST_EXCEPTION).not_done:
+                self.push_if_none_serves()
             sequences = [sequence for group in groups for sequence in group.result()]
         finally:
             for group in groups:
                 group.cancel()
         return Rollouts.from_sequences(sequences, temperature=sampling.temperature or 1.0)
+
+    def push_if_none_serves(self) -> None:
+        """Brings weights to replicas that have started again without any, if no other one is left to sample."""
+        if self.push_now is not None and self.pool.waits_for_push():
+            self.push_now()
 
     def start_group(
         self, prompts: PromptBatch, index: int, sampling: SamplingConfig, *, rl_step: int, version: int
@@ -266,15 +275,7 @@ class ServedRolloutEngine(RolloutEngine):
         answers: list[list[list[float]]] = await self.pool.ask_all(lambda client: self.score_by(client, token_ids))
         if not answers:
             raise RuntimeError(f"No replica is there to score a sequence: {self.pool.describe()}.")
-        first, *others = answers
-        for other in others:
-            worst = max(abs(a - b) for x, y in zip(first, other, strict=True) for a, b in zip(x, y, strict=True))
-            if not worst <= AGREEMENT_NATS:
-                raise RuntimeError(
-                    f"Two replicas differ by {worst:.3g} nats on the same sequence: one of them holds other weights. "
-                    f"{self.pool.describe()}."
-                )
-        return first
+        return same_scores(answers, describe=self.pool.describe)
 
     async def score_by(self, client: ReplicaClient, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """What one replica says; see `score`. To be awaited in the engine's own loop."""
@@ -338,12 +339,7 @@ class ServedRolloutEngine(RolloutEngine):
         async def ask(client: ReplicaClient) -> dict[str, Tensor]:
             return await client.read_weights(names)
 
-        first, *others = self._wait(self.pool.ask_all(ask)) or [{}]
-        for other in others:
-            for name, tensor in first.items():
-                if name not in other or not tensor.equal(other[name]):
-                    raise RuntimeError(f"Two replicas hold different values of {name} after a push.")
-        return dict(first)
+        return same_tensors(self._wait(self.pool.ask_all(ask)))
 
     def reset_prefix_cache(self) -> None:
         """Has every replica forget its keys and values."""

@@ -88,10 +88,18 @@ class Killer(RLCallback):
 
 
 def _fit(
-    root: Path, model: Path, mode: str, strategy: str, devices: int, kill: dict[int, str], carrier: str = "naive"
+    root: Path,
+    model: Path,
+    mode: str,
+    strategy: str,
+    devices: int,
+    kill: dict[int, str],
+    carrier: str = "naive",
+    arguments: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     recorder, killer = Recorder(), Killer(kill)
     served = {"mode": "server", "replicas": 2, "server": {"threads": 1}} if mode == "server" else {}
+    served |= arguments or {}
     rollout = VLLMRollout(
         num_rollouts=4,
         max_new_tokens=8,
@@ -140,6 +148,28 @@ def test_served_replicas_give_what_an_engine_in_the_process_gives(tmp_path: Path
             assert rank["steps"][index]["metrics"]["actor/mismatch_abs_max"] < 1e-5
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_the_only_replica_of_a_checkpoint_engine_gets_the_weights_again_as_soon_as_it_is_back(
+    tmp_path: Path, directory: Path, max_staleness: int
+) -> None:
+    """It dies with requests in flight: they wait for a push in the middle of the rollout, and none is lost."""
+    arguments = {"replicas": 1, "max_staleness": max_staleness}
+    moments = {1: "generation"}
+    (run,) = _run(tmp_path, directory, "server", "auto", moments, "shm", arguments, devices=1)
+    assert run["killed"] == 1
+    assert run["ledger"]["resent"] > 0, "nothing was in flight: this test shows nothing"
+    assert run["ledger"]["duplicates"] == 0
+    if not max_staleness:
+        assert run["ledger"]["accepted"] == run["ledger"]["answered"] > 0
+        assert [step["versions"] for step in run["steps"]] == [[0], [1], [2], [3]]
+    trained = [uid for step in run["steps"] for uid in set(step["uids"])]
+    assert len(trained) == len(run["steps"]) * 4
+    for index, step in enumerate(run["steps"]):
+        assert set(step["versions"]) <= {index, index - max_staleness}
+        if step["versions"] == [index]:
+            assert step["metrics"]["actor/mismatch_abs_max"] < 1e-5
+
+
 class VersionCheck(RLCallback):
     """Keeps each version's weights, and holds every sampled token against the version that it names."""
 
@@ -175,10 +205,17 @@ class VersionCheck(RLCallback):
                     self.worst = max(self.worst, off)
 
 
+def _flat_for_even(prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    """Every second prompt's rewards are all equal; the others' depend on the text alone."""
+    even = [int("".join(c for c in prompt.split("+")[0] if c.isdigit())) % 2 == 0 for prompt in prompts]
+    return [0.0 if flat else sum(map(ord, text)) / 1e3 for text, flat in zip(responses, even, strict=True)]
+
+
 def _fit_ahead(
     root: Path, model: Path, arguments: dict[str, Any], every: Any, steps: int, ckpt_path: str | None, devices: int = 1
 ) -> dict[str, Any]:
     recorder, check = Recorder(), VersionCheck(model)
+    reward = {"reward": _flat_for_even} if "dynamic_sampling" in arguments else {}
     rollout = VLLMRollout(
         mode="server",
         server={"threads": 1},
@@ -194,7 +231,7 @@ def _fit_ahead(
     settings: dict[str, Any] = {"strategy": "fsdp2_rl", "devices": devices}
     callbacks.append(WeightSync(every=every, engine="naive" if devices == 1 else "shm"))
     trainer = toy_trainer(root, callbacks=callbacks, rollout=rollout, weight_sync=False, **settings)
-    module = toy_module(model, max_rl_steps=steps)
+    module = toy_module(model, max_rl_steps=steps, **reward)
     try:
         data = PromptDataModule(ListPrompts([f"{i} + {i + 1} =" for i in range(24)]), prompts_per_step=4)
         trainer.fit(module, data, ckpt_path=ckpt_path)
@@ -261,6 +298,27 @@ def test_fully_asynchronous_with_over_sampling_and_rare_pushes(tmp_path: Path, d
     assert len(found["left"]) == 2 * 4 + 2  # two steps ahead, and half a step's groups over
 
 
+def test_dynamic_sampling_ahead_of_training_on_two_ranks(tmp_path: Path, directory: Path) -> None:
+    """Groups without signal make room for groups that are under way already; none is lost, none trains twice."""
+    arguments = {"max_staleness": 1, "dynamic_sampling": DynamicSampling()}
+    ranks = _run_ahead(tmp_path, directory, arguments, "optimizer_step", 3, None, devices=2)
+    assert max(rank["worst"] for rank in ranks) < 1e-5
+    assert set().union(*(rank["ages"] for rank in ranks)) == {0, 1}
+    trained, left = [[uid for rank in ranks for uid in rank[key]] for key in ("trained", "left")]
+    assert len(trained) == len(set(trained)) == 12
+    assert all(int(uid.partition("@")[0]) % 2 for uid in trained), "a group of equal rewards was trained on"
+    assert len(left) == len(set(left)) == 4
+    assert not set(trained) & set(left)
+    for first, second in zip(*(rank["steps"] for rank in ranks), strict=True):
+        for name in ("rollout/drawn_prompts", "rollout/dropped_groups", "rollout/staleness_1"):
+            assert first["metrics"][name] == second["metrics"][name], name
+        metrics = first["metrics"]
+        assert metrics["rollout/kept_groups"] == 4
+        assert metrics["rollout/drawn_prompts"] == 4 + metrics["rollout/dropped_groups"]
+    assert sum(step["metrics"]["rollout/dropped_groups"] for step in ranks[0]["steps"]) > 0
+    assert max(step["metrics"]["rollout/staleness_mean"] for step in ranks[0]["steps"]) > 0
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="mode='server'"):
         VLLMRollout(replicas=2)
@@ -270,8 +328,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         VLLMRollout(mode="server", urls=["http://127.0.0.1:1"], replicas=2)
     with pytest.raises(ValueError, match="mode='server'"):
         VLLMRollout(max_staleness=1)
-    with pytest.raises(ValueError, match="use one of them"):
-        VLLMRollout(mode="server", max_staleness=1, dynamic_sampling=DynamicSampling())
+    with pytest.raises(ValueError, match="do not run ahead"):
+        VLLMRollout(mode="server", max_staleness=1, environment=lambda: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="a number of steps"):
         WeightSync(every=0)
     with pytest.raises(ValueError, match="2 lists of 1"):
