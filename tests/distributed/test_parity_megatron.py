@@ -44,6 +44,7 @@ def _parity(capfd: pytest.CaptureFixture[str], layout: str, name: str, *options:
         ("cp=4", "tiny-qwen3", ("context_parallel_attention=ring",)),
         ("ep=2", "tiny-qwen3-moe", ()),
         ("ep=2", "tiny-qwen3-moe", ("moe_dispatcher=allgather",)),
+        ("ep=2,pp=2", "tiny-qwen3-moe", ("moe_dispatcher=allgather",)),
         ("tp=2,sp=1,ep=2,etp=2", "tiny-qwen3-moe", ()),
         ("tp=2,sp=1,ep=2,etp=1", "tiny-qwen3-moe", ("recompute=full",)),
         ("dp=2", "tiny-qwen3", ("distributed_optimizer=true",)),

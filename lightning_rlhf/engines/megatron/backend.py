@@ -84,6 +84,7 @@ class CpuBackend:
         block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
+        _use_own_router(block)
         block.layer_norm = RMSNorm
         for layer in block.layer_specs:
             layer.submodules.input_layernorm = RMSNorm
@@ -138,7 +139,20 @@ class CudaBackend:
         """Megatron's Transformer Engine spec."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        _use_own_router(block)
+        return block
+
+
+def _use_own_router(block: Any) -> None:
+    """Puts ``real_token_router`` into the layers that have experts."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from lightning_rlhf.engines.megatron.router import real_token_router
+
+    for layer in block.layer_specs:
+        if layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = real_token_router()
 
 
 def choose_backend(device_type: str) -> MegatronBackend:

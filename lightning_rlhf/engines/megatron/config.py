@@ -163,10 +163,9 @@ def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
 
 def _moe_fields(shape: MoEShape, options: MoEOptions, layout: MegatronLayout) -> dict[str, Any]:
     coefficient = shape.aux_loss_coef if options.aux_loss_coef is None else options.aux_loss_coef
-    # Gradients are divided by all tokens of the mini-batch, so megatron multiplies a router's losses by the tokens that
-    # the router sees (router.py:466). Tensor and context parallel ranks each see a share of a micro-batch; their parts
-    # of a loss add up to the whole, and the factor should be the whole's tokens: tp x cp times what megatron takes.
-    whole = layout.tensor_parallel_size * layout.context_parallel_size
+    # Gradients are divided by all tokens of the mini-batch, so megatron multiplies a rank's mean of squared logits by
+    # the rank's tokens, and then divides by the tensor and context parallel ranks (router.py:484), whose sums add up.
+    ranks = layout.tensor_parallel_size * layout.context_parallel_size
     return {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.ffn_size,
@@ -176,8 +175,8 @@ def _moe_fields(shape: MoEShape, options: MoEOptions, layout: MegatronLayout) ->
         "moe_router_pre_softmax": not shape.renormalize and shape.scores == "softmax",
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
-        "moe_aux_loss_coeff": coefficient * whole,
-        "moe_z_loss_coeff": options.z_loss_coef * whole or None,
+        "moe_aux_loss_coeff": coefficient,
+        "moe_z_loss_coeff": options.z_loss_coef * ranks or None,
         "moe_token_dispatcher_type": options.dispatcher,
         "variable_seq_lengths": options.dispatcher == "alltoall",
         "moe_router_score_function": shape.scores,

@@ -16,7 +16,7 @@ LOAD_METRICS = frozenset({"expert_load_max", "idle_experts"})
 
 
 class ExpertLoad:
-    """Counts the tokens that each expert of each layer gets in training forwards, padding among them.
+    """Counts the tokens that each expert of each layer gets in training forwards; padding is left out.
 
     Args:
         chunks: this rank's unwrapped model chunks.
@@ -38,10 +38,13 @@ class ExpertLoad:
                     self._count(router, layer.layer_number - 1)
 
     def _count(self, router: nn.Module, layer: int) -> None:
-        def hook(module: nn.Module, _: Any, outputs: tuple[Tensor, Tensor]) -> None:
+        def hook(module: nn.Module, inputs: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]) -> None:
             # a forward that is trained runs with gradients once, under recomputation the second time
             if module.training and torch.is_grad_enabled():
-                self._counts[layer] += outputs[1].detach().sum(0)
+                chosen, is_padding = outputs[1].detach(), inputs[1]
+                if is_padding is not None:
+                    chosen = chosen & ~is_padding.reshape(-1, 1)
+                self._counts[layer] += chosen.sum(0)
 
         router.register_forward_hook(hook)
 

@@ -22,6 +22,7 @@ class PackedMicroBatch:
 
     Attributes:
         tokens: ``[1, num_local]`` int64, this rank's pieces, 0 on padding.
+        is_padding: ``[1, num_local]`` bool.
         position_ids: ``[1, num_local]`` int64, each token's index in its own sequence.
         labels: ``[num_scored]`` int64, the next token of each position in ``scored``.
         scored: ``[num_scored]`` int64, which local positions predict a token that is asked for.
@@ -34,6 +35,7 @@ class PackedMicroBatch:
     """
 
     tokens: Tensor
+    is_padding: Tensor
     position_ids: Tensor
     labels: Tensor
     scored: Tensor
@@ -47,6 +49,11 @@ class PackedMicroBatch:
     def num_local(self) -> int:
         """Positions on this rank, padding among them."""
         return self.tokens.shape[1]
+
+    @property
+    def num_real(self) -> int:
+        """Positions on this rank that hold a token of the batch."""
+        return self.num_local - int(self.is_padding.sum())
 
     def packed_seq_params(self) -> Any:
         """The sequences' borders as megatron's attention takes them: padding is part of its sequence."""
@@ -142,6 +149,8 @@ def pack(
     total = int(starts[-1])
     at = torch.repeat_interleave(starts[:-1], lengths) + positions  # of each token in the padded stream
     stream = tokens.new_zeros(total).index_copy(0, at, tokens)
+    is_padding = torch.ones(total, dtype=torch.bool, device=device)
+    is_padding[at] = False
     asked = response_mask & (positions > 0)
     label = tokens.new_zeros(total)
     scored = torch.zeros(total, dtype=torch.bool, device=device)
@@ -153,6 +162,7 @@ def pack(
     own = order.chunk(size)[rank]
     return PackedMicroBatch(
         tokens=stream[own][None],
+        is_padding=is_padding[own][None],
         position_ids=(own - torch.repeat_interleave(starts[:-1], padded)[own])[None],
         labels=label[own][scored[own]],
         scored=torch.nonzero(scored[own]).squeeze(-1),

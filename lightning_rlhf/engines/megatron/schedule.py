@@ -22,8 +22,8 @@ def run_schedule(
 
     Megatron divides every gradient by the tokens that the micro-batches' losses report, summed over micro-batches and
     data- and context-parallel ranks. With losses multiplied by that very sum, gradients are those of the plain sum of
-    losses; and router losses, which megatron scales by a rank's own tokens on the same assumption, keep their weight
-    whatever the loss mask is.
+    losses; and router losses, which are scaled by tokens on the same assumption (``router.py``), keep their weight
+    whatever the loss mask is. Padding is in none of these numbers.
 
     Args:
         chunks: this rank's model chunks; for training wrapped in megatron's DistributedDataParallel.
@@ -40,6 +40,7 @@ def run_schedule(
             position_ids=micro_batch.position_ids,
             attention_mask=None,
             packed_seq_params=micro_batch.packed_seq_params(),
+            padding_mask=_padding_mask(micro_batch, chunk),
         )
         return output, partial(_three, last_stage, index, chunk)
 
@@ -56,6 +57,25 @@ def run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+def _padding_mask(micro_batch: PackedMicroBatch, chunk: Any) -> Tensor | None:
+    """Where padding stands, for the routers of a chunk, if it is one of a mixture of experts.
+
+    The first chunk shares the mask out to the ranks of sequence parallelism as it does the tokens (gpt_model.py:314);
+    a later one takes it for this rank's share.
+    """
+    from megatron.core.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from megatron.core.utils import get_attr_wrapped_model
+
+    if chunk.config.num_moe_experts is None:
+        return None
+    mask: Tensor = micro_batch.is_padding
+    if not chunk.config.sequence_parallel or get_attr_wrapped_model(chunk, "pre_process"):
+        return mask
+    shares: tuple[Tensor, ...] = mask.chunk(get_tensor_model_parallel_world_size(), dim=1)
+    rank: int = get_tensor_model_parallel_rank()
+    return shares[rank]
 
 
 def _three(

@@ -43,10 +43,11 @@ def test_bf16_keeps_routers_exact() -> None:
     assert (found.params_dtype, found.bf16, found.moe_router_dtype) == (torch.bfloat16, True, "fp32")
 
 
-def test_router_losses_are_scaled_to_whole_micro_batches() -> None:
+def test_the_mean_of_squared_logits_is_of_all_ranks_that_share_a_micro_batch() -> None:
+    """Megatron divides it by their number; the balancing loss is scaled by ``real_token_router``."""
     layout = MegatronLayout(tensor_parallel_size=2, sequence_parallel=True, context_parallel_size=2)
     found = config("qwen3_moe", layout, moe=MoEOptions(aux_loss_coef=0.5, z_loss_coef=0.25))
-    assert (found.moe_aux_loss_coeff, found.moe_z_loss_coeff) == (2.0, 1.0)
+    assert (found.moe_aux_loss_coeff, found.moe_z_loss_coeff) == (0.5, 1.0)
 
 
 def test_no_losses_of_routers_by_default() -> None:
