@@ -20,8 +20,8 @@ from lightning_rlhf.weights.manager import (
     PROBE_TOLERANCE_FP32,
     CheckpointEngineManager,
     Receipt,
-    TrainerRankLostError,
 )
+from lightning_rlhf.weights.roll_call import TrainerRankLostError
 
 if TYPE_CHECKING:
     from lightning_rlhf.rollout.served import ServedRolloutEngine
@@ -43,6 +43,7 @@ class WeightSync(RLCallback):
             every n-th, for rollouts that run ahead anyway (``VLLMRollout(max_staleness=...)``).
         probe_tolerance: largest log-prob difference on the probe, in nats; None allows 0.01 in fp32 and 1.0 in bf16,
             whose rounding alone reaches 0.3 nats on a rare token.
+        timeout: longest time in seconds that a trainer rank may be late for a push; the message names those missing.
 
     Attributes:
         last_receipt: what the last push found.
@@ -55,12 +56,16 @@ class WeightSync(RLCallback):
         engine_kwargs: Mapping[str, Any] | None = None,
         every: Literal["optimizer_step", "rollout"] | int = "optimizer_step",
         probe_tolerance: float | None = None,
+        timeout: float = 600.0,
     ) -> None:
         if every not in ("optimizer_step", "rollout") and not (isinstance(every, int) and every >= 1):
             raise ValueError(f"WeightSync(every={every!r}): expected 'optimizer_step', 'rollout' or a number of steps.")
         self.checkpoint_engine = CheckpointEngineRegistry.new(engine, **(engine_kwargs or {}))
         self.every = every
+        if not timeout > 0:
+            raise ValueError(f"WeightSync(timeout={timeout}): expected seconds, more than 0.")
         self.probe_tolerance = probe_tolerance
+        self.timeout = timeout
         self.last_receipt: Receipt | None = None
         self._manager: CheckpointEngineManager | None = None
         self._rollout: RolloutEngine | None = None
@@ -137,6 +142,7 @@ class WeightSync(RLCallback):
             checkpoint_engine=self.checkpoint_engine,
             probe_token_ids=module.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:24],
             probe_tolerance=tolerance if self.probe_tolerance is None else self.probe_tolerance,
+            rank_timeout=self.timeout,
         )
 
     def _push(self, manager: CheckpointEngineManager, version: int) -> Receipt:

@@ -24,15 +24,12 @@ from lightning_rlhf.weights.receipt import (
     probe_log_probs,
 )
 from lightning_rlhf.weights.replica import LocalReplica, unpack_sample
+from lightning_rlhf.weights.roll_call import RollCall, TrainerRankLostError
 
 PROBE_TOLERANCE_FP32 = 1e-2
 PROBE_TOLERANCE_BF16 = 1.0
 MOVED_SHARE = 1e-2
 """Of the tolerance: a trainer whose probe moved by more has moved, beyond what rounding could hide in the replica."""
-
-
-class TrainerRankLostError(RuntimeError):
-    """Another rank of the trainer does not answer: nothing that needs all of them can be done any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +63,8 @@ class CheckpointEngineManager:
         replicas: those elsewhere that this rank feeds; needs a checkpoint engine that reaches them.
         abort: end the requests in flight instead of letting them wait.
         timeout: longest time that a replica may take for one phase, in seconds.
+        rank_timeout: longest time that another trainer rank may be late for a push, in seconds; None leaves it to the
+            process group. Building the manager is then collective.
     """
 
     def __init__(
@@ -79,6 +78,7 @@ class CheckpointEngineManager:
         replicas: Sequence[Replica] = (),
         abort: bool = False,
         timeout: float = 60.0,
+        rank_timeout: float | None = None,
     ) -> None:
         if len(probe_token_ids) < 2:
             raise ValueError(f"The probe needs at least two token ids, got {probe_token_ids}.")
@@ -95,6 +95,8 @@ class CheckpointEngineManager:
         self.probe_tolerance = probe_tolerance
         self.abort = abort
         self.timeout = timeout
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._roll_call = RollCall(timeout=rank_timeout) if several and rank_timeout is not None else None
         self.num_pushes = 0
         self._last_samples: dict[str, Tensor] = {}
         self._last_probe: dict[str, tuple[Tensor, list[float]]] = {}
@@ -120,7 +122,7 @@ class CheckpointEngineManager:
     def update_weights(self, version: int) -> Receipt:
         """Pushes the trainer's weights. Collective.
 
-        In this order:
+        All ranks meet first, so that one that hangs is named. Then, in this order:
 
         1. pause (or abort): no token is sampled while weights change; the replicas have no version until the push is
            whole; they give the cache's memory back and wake the weights'
@@ -137,7 +139,11 @@ class CheckpointEngineManager:
         Raises:
             RuntimeError: if a replica is gone, silent or failed, or the receipt does not hold; the message names the
                 peer and phase, the tensor, or the difference.
+            TrainerRankLostError: if another rank is missing, or gone in the middle; replicas keep their old version in
+                the first case.
         """
+        if self._roll_call is not None:
+            self._roll_call.meet(phase="meet")
         sent = SentSamples()
         parameters = self.engine.get_per_tensor_param()
         failure: Exception | None = None

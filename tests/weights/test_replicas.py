@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import resource
 import signal
 import time
@@ -22,6 +23,7 @@ from lightning_rlhf.types import Experience, ModelOutputs
 from lightning_rlhf.weights import CheckpointEngineManager, PeerError, ShmCheckpointEngine
 from lightning_rlhf.weights.channel import join_hub
 from lightning_rlhf.weights.replica import ReplicaHub, serve_replica
+from lightning_rlhf.weights.roll_call import TrainerRankLostError
 
 
 class TinyTrainer:
@@ -248,6 +250,27 @@ def test_a_trainer_rank_that_dies_in_the_gather_ends_the_push_on_the_others() ->
 
     with pytest.raises(DistributedError, match=r"TrainerRankLostError: .*another trainer rank is gone or silent"):
         run_distributed(rank, 2, timeout=60.0)
+
+
+def test_a_trainer_rank_that_hangs_before_a_push_is_named_and_costs_no_replica_its_version() -> None:
+    def rank() -> str:
+        trainer, number = TinyTrainer(), dist.get_rank()
+        _, _, replicas = start({"a": ""}) if number == 0 else (None, None, [])
+        manager = new_manager(trainer, replicas, rank_timeout=3.0)
+        manager.update_weights(0)
+        if number == 1:
+            time.sleep(8.0)
+        begun = time.monotonic()
+        with pytest.raises(TrainerRankLostError) as caught:
+            manager.update_weights(1)
+        assert time.monotonic() - begun < 7.0
+        assert [one.weight_version for one in replicas] == [0] * len(replicas)
+        return str(caught.value)
+
+    first, _, third = run_distributed(rank, 3, timeout=60.0)
+    assert "phase 'meet'" in first
+    assert re.search(r"Ranks? 1 failed to pass", first), first
+    assert "rank 0" in third
 
 
 def test_shared_memory_that_is_full_costs_no_replica_its_version() -> None:
