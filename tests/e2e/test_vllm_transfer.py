@@ -16,12 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.experience import make_experience
 from support.fork import run_distributed
 from support.rollout import naive_log_probs, perturb
+from support.sharded import CPU, LENGTHS, engine_config, train
 from support.tiny import tiny_model, write_tiny_model
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
+from lightning_rlhf.engines.ulysses import UlyssesEngine
 from lightning_rlhf.rollout.vllm_process import fenced_process, import_vllm
 from lightning_rlhf.rollout.vllm_transfer import (
     BACKEND,
@@ -274,8 +279,32 @@ def http_server(path: Path, tmp_path: Path, port: int) -> subprocess.Popen[bytes
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
+def one_process(seed: int, folder: Path) -> tuple[WeightSnapshot, dict[str, Tensor]]:
+    model = tiny_model(tied=True)
+    perturb(model, seed=seed, scale=0.3)
+    return WeightSnapshot.write(named_tensors(model), parent=folder, version=seed), dict(named_tensors(model))
+
+
+def two_ulysses_ranks(seed: int, folder: Path) -> tuple[WeightSnapshot, dict[str, Tensor]]:
+    """Ranks that share each sequence train a step, and the first one writes what both gather."""
+
+    def export() -> tuple[WeightSnapshot | None, dict[str, Tensor]]:
+        mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
+        engine = UlyssesEngine(engine_config(tied=True, seed=seed + 20), device=CPU, mesh=mesh)
+        engine.initialize()
+        state = train(engine, make_experience(LENGTHS), steps=1)[1]
+        leads = dist.get_rank() == 0
+        return WeightSnapshot.write(state.items(), parent=folder, version=seed) if leads else None, state
+
+    first, _ = run_distributed(export, 2, timeout=120.0)
+    return first  # type: ignore[return-value]
+
+
 @pytest.mark.slow
-def test_over_vllms_own_http_server_found_by_the_entry_point(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", [one_process, two_ulysses_ranks])
+def test_over_vllms_own_http_server_found_by_the_entry_point(
+    tmp_path: Path, trainer: Callable[[int, Path], tuple[WeightSnapshot, dict[str, Tensor]]]
+) -> None:
     import signal
     import socket
 
@@ -288,14 +317,14 @@ def test_over_vllms_own_http_server_found_by_the_entry_point(tmp_path: Path) -> 
     url = f"http://127.0.0.1:{port}"
     server = http_server(path, tmp_path, port)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while True:
             assert server.poll() is None, "the server ended"
             assert time.monotonic() < end, "the server does not answer"
             try:
-                if requests.get(f"{url}/health", timeout=1).ok:
+                if requests.get(f"{url}/health", timeout=5).ok:
                     break
-            except requests.ConnectionError:
+            except (requests.ConnectionError, requests.Timeout):
                 time.sleep(0.2)
 
         def post(route: str, body: Any = None) -> Any:
@@ -305,8 +334,9 @@ def test_over_vllms_own_http_server_found_by_the_entry_point(tmp_path: Path) -> 
 
         model = tiny_model(tied=True).eval()
         for seed in range(2):
-            perturb(model, seed=seed, scale=0.3)
-            snapshot = WeightSnapshot.write(named_tensors(model), parent=tmp_path, version=seed)
+            snapshot, state = trainer(seed, tmp_path)
+            model.load_state_dict(state, strict=False)
+            model.tie_weights()
             post("start_weight_update")
             post("update_weights", {"update_info": update_info(SNAPSHOT, folder=str(snapshot.folder))})
             post("finish_weight_update", {"weight_version": f"v{seed}"})
