@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,12 +41,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Killer(RLCallback):
     """Kills the first replica, once for each RL step and moment, if it is there.
 
-    Moments are ``before`` a step's push, ``inside`` it, and in the ``generation`` that follows.
+    Moments are ``before`` a step's push, ``inside`` it, and in the ``generation`` that follows. At ``hang`` it is not
+    killed but stopped, inside the push: its link is silent from then on, while its connections stay open.
     """
 
     def __init__(self, moments: dict[int, str]) -> None:
         self.moments = moments
         self.killed: list[int] = []
+        self._signal = signal.SIGKILL
 
     def on_after_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: OptimizerStep) -> None:
         (rollout,) = [c for c in trainer.callbacks if isinstance(c, VLLMRollout)]  # type: ignore[attr-defined]
@@ -55,7 +58,10 @@ class Killer(RLCallback):
             return
         if moment == "before":
             self._kill(engine)
-        elif moment == "inside":
+        elif moment in ("inside", "hang"):
+            if moment == "hang":
+                self._signal = signal.SIGSTOP
+                engine.pool.replicas[0].client.answer_seconds = 3.0
             carrier = sync.checkpoint_engine
             send = carrier.send_weights
 
@@ -84,7 +90,8 @@ class Killer(RLCallback):
     def _kill(self, engine: ServedRolloutEngine) -> None:
         assert engine._fleet is not None
         self.killed.append(engine._fleet.pids[0])
-        os.kill(engine._fleet.pids[0], signal.SIGKILL)
+        os.kill(engine._fleet.pids[0], self._signal)
+        self._signal = signal.SIGKILL
 
 
 def _fit(
@@ -96,6 +103,7 @@ def _fit(
     kill: dict[int, str],
     carrier: str = "naive",
     arguments: dict[str, Any] | None = None,
+    carrier_arguments: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     recorder, killer = Recorder(), Killer(kill)
     served = {"mode": "server", "replicas": 2, "server": {"threads": 1}} if mode == "server" else {}
@@ -108,14 +116,17 @@ def _fit(
         kv_cache_bytes=16 << 20,
         **served,  # type: ignore[arg-type]
     )
-    callbacks = [killer, WeightSync(engine=carrier), recorder]
+    callbacks = [killer, WeightSync(engine=carrier, engine_kwargs=carrier_arguments), recorder]
     settings: dict[str, Any] = {"weight_sync": False, "strategy": strategy, "devices": devices}
     trainer = toy_trainer(root, callbacks=callbacks, rollout=rollout, **settings)
     try:
-        trainer.fit(toy_module(model, max_rl_steps=STEPS), toy_data())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", "A replica was lost in a push")
+            trainer.fit(toy_module(model, max_rl_steps=STEPS), toy_data())
         engine = rollout.engine
         ledger = vars(engine.pool.ledger) if isinstance(engine, ServedRolloutEngine) else {}
-        return {"steps": recorder.steps, "killed": len(killer.killed), "ledger": ledger}
+        warned = " ".join(str(one.message) for one in caught)
+        return {"steps": recorder.steps, "killed": len(killer.killed), "ledger": ledger, "warned": warned}
     finally:
         rollout.shutdown()
 
@@ -146,6 +157,21 @@ def test_served_replicas_give_what_an_engine_in_the_process_gives(tmp_path: Path
         for rank in ranks:
             assert rank["steps"][index]["versions"] == [index]
             assert rank["steps"][index]["metrics"]["actor/mismatch_abs_max"] < 1e-5
+
+
+def test_a_link_that_hangs_in_a_push_ends_the_push_within_its_timeout_and_the_run_goes_on(
+    tmp_path: Path, directory: Path
+) -> None:
+    (run,) = _run(tmp_path, directory, "server", "auto", {1: "hang"}, "shm", {}, {"timeout": 3.0}, devices=1)
+    assert run["killed"] == 1
+    assert run["ledger"]["accepted"] == run["ledger"]["answered"] > 0
+    assert run["ledger"]["duplicates"] == 0
+    assert [step["versions"] for step in run["steps"]] == [[0], [1], [2], [3]]
+    for step in run["steps"]:
+        assert len(step["uids"]) == len(set(step["uids"])) == 4
+        assert step["metrics"]["actor/mismatch_abs_max"] < 1e-5
+    assert "Weight sync, phase" in run["warned"]
+    assert "replica-0" in run["warned"]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
