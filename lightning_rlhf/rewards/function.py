@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,9 +18,14 @@ from torch import Tensor
 from lightning_rlhf.rewards.deadline import OverDeadlineError, call_within, limits_of
 from lightning_rlhf.rewards.scores import Failure, RewardBrokenError, Scores
 
-RewardFunction: TypeAlias = Callable[
-    [list[str], list[str], list[dict[str, Any]]], Sequence[float | Failure | None] | Tensor
-]
+if TYPE_CHECKING:
+    RewardFunction: TypeAlias = Callable[
+        [list[str], list[str], list[dict[str, Any]]], Sequence[float | Failure | None] | Tensor
+    ]
+else:
+    # LightningCLI's parser reads types at run time, and takes a class that a callable returns (Tensor, Failure) for the
+    # class to be built by it: functions that return lists would be refused.
+    RewardFunction: TypeAlias = Callable[[list[str], list[str], list[dict[str, Any]]], Any]
 """``reward(prompts, responses, metadata)`` gives one number per response; None, NaN or a ``Failure`` where it has no
 verdict."""
 
