@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of one label per row under ``softmax(hidden @ head_weight.T / temperature)``.
 
-    Logits exist for ``chunk_size`` rows at a time, in the forward and again in the backward, whose gradients are in
-    closed form: with ``z`` the scaled logits, ``p`` their softmax and ``H`` the entropy,
-    ``d log p_y / dz = onehot(y) - p`` and ``dH / dz = -p (log p + H)``. The product with the head is in the inputs'
-    dtype (in the autocast dtype where autocast is on), everything after it in fp32, or in fp64 for fp64 inputs; the
-    gradient of the head is summed over chunks in the same precision.
+    Logits exist for ``chunk_size`` rows at a time, in the forward and again in the backward, which takes over those of
+    the last rows. Gradients are in closed form: with ``z`` the scaled logits, ``p`` their softmax and ``H`` the
+    entropy, ``d log p_y / dz = onehot(y) - p`` and ``dH / dz = -p (log p + H)``. The product with the head is in the
+    inputs' dtype (in the autocast dtype where autocast is on), everything after it in fp32, or in fp64 for fp64 inputs;
+    the gradient of the head is summed over chunks in the same precision.
 
     Args:
         hidden: ``[T, H]``, the states that predict the labels; not changed.
@@ -66,10 +67,17 @@ def token_log_probs(
     return scored
 
 
-def _scaled_logits(hidden: Tensor, head_weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    # the product is a new tensor, so dividing it in place changes neither input
-    logits = (hidden @ head_weight.t()).to(dtype)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+BLOCK_ELEMENTS = 1 << 19
+"""Logits in a block on a CPU, 2 MiB in fp32: what its kernels pass to each other stays in the cache."""
+
+
+def _log_p_by_block(logits: Tensor, temperature: float, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yields rows of a chunk with their log-softmax, a new tensor in ``dtype``."""
+    size = len(logits) if logits.is_cuda else max(1, BLOCK_ELEMENTS // logits.shape[1])
+    for start in range(0, len(logits), size):
+        block = slice(start, start + size)
+        scaled = logits[block].to(dtype)
+        yield block, torch.log_softmax(scaled if temperature == 1.0 else scaled / temperature, dim=-1)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -85,50 +93,50 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.float64 if hidden.dtype is torch.float64 else torch.float32
         log_probs = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
-        log_sums = torch.empty_like(log_probs)
         entropies = torch.empty_like(log_probs) if entropy else None
+        logits = None
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = _scaled_logits(hidden[rows], head_weight, temperature, dtype)
-            log_sum = torch.logsumexp(logits, dim=-1)
-            chosen = logits.gather(-1, labels[rows, None]).squeeze(-1)
-            log_probs[rows] = chosen - log_sum
-            log_sums[rows] = log_sum
-            if entropies is not None:
-                log_p = logits.sub_(log_sum[:, None])
-                entropies[rows] = log_p.exp().mul_(log_p).sum(-1).neg_()
+            logits = hidden[rows] @ head_weight.t()
+            for block, log_p in _log_p_by_block(logits, temperature, dtype):
+                log_probs[rows][block] = log_p.gather(-1, labels[rows][block, None]).squeeze(-1)
+                if entropies is not None:
+                    entropies[rows][block] = log_p.exp().mul_(log_p).sum(-1).neg_()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, head_weight, labels, log_sums, entropies)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.save_for_backward(hidden, head_weight, labels, entropies)
+        ctx.temperature, ctx.chunk_size, ctx.dtype = temperature, chunk_size, dtype
+        # The head's backward comes first: nothing else is held yet when it takes the last chunk over from the forward.
+        ctx.last_logits = logits if any(ctx.needs_input_grad[:2]) else None
         return log_probs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, head_weight, labels, log_sums, entropies = ctx.saved_tensors
+        hidden, head_weight, labels, entropies = ctx.saved_tensors
         grad_log_probs, grad_entropies = grad_outputs
         if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(log_sums)
+            grad_log_probs = torch.zeros(len(hidden), dtype=ctx.dtype, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_head = torch.zeros_like(head_weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
-        for start in range(0, hidden.shape[0], ctx.chunk_size):
+        grad_head = torch.zeros_like(head_weight, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
+        last_logits, ctx.last_logits = ctx.last_logits, None  # a second backward computes them again
+        for start in reversed(range(0, hidden.shape[0], ctx.chunk_size)):
             rows = slice(start, start + ctx.chunk_size)
-            log_p = _scaled_logits(hidden[rows], head_weight, ctx.temperature, log_sums.dtype).sub_(
-                log_sums[rows, None]
-            )
-            outer = grad_log_probs[rows, None]
-            if grad_entropies is None:
-                grad_logits = log_p.exp_().mul_(-outer)
-            else:
-                grad_logits = log_p.exp()
-                grad_logits.mul_(log_p.add_(entropies[rows, None]).mul_(-grad_entropies[rows, None]).sub_(outer))
-            grad_logits.scatter_add_(-1, labels[rows, None], outer)
-            if ctx.temperature != 1.0:
-                grad_logits.div_(ctx.temperature)
-            grad_logits = grad_logits.to(hidden.dtype)
+            # and then, block after block, their gradient
+            logits = hidden[rows] @ head_weight.t() if last_logits is None else last_logits
+            last_logits = None
+            for block, log_p in _log_p_by_block(logits, ctx.temperature, ctx.dtype):
+                outer = grad_log_probs[rows][block, None]
+                if grad_entropies is None:
+                    grad = log_p.exp_().mul_(-outer)
+                else:
+                    slope = log_p.exp()
+                    past = log_p.add_(entropies[rows][block, None]).mul_(-grad_entropies[rows][block, None])
+                    grad = slope.mul_(past.sub_(outer))
+                grad.scatter_add_(-1, labels[rows][block, None], outer)
+                logits[block] = grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)
             if grad_hidden is not None:
-                torch.mm(grad_logits, head_weight, out=grad_hidden[rows])
+                torch.mm(logits, head_weight, out=grad_hidden[rows])
             if grad_head is not None:
-                _accumulate_product(grad_head, grad_logits, hidden[rows])
+                _accumulate_product(grad_head, logits, hidden[rows])
         return grad_hidden, None if grad_head is None else grad_head.to(head_weight.dtype), None, None, None, None
 
 

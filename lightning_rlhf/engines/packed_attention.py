@@ -123,7 +123,7 @@ def _grouped_sdpa(
     sliding_window: int | None,
     grouped_heads: bool,
 ) -> Tensor:
-    dtype = query.dtype
+    dtype = value.dtype  # under autocast the rotary embedding leaves queries and keys in fp32
     if not query.is_cuda and dtype in (torch.bfloat16, torch.float16):
         # PyTorch's CPU kernel takes three times as long for its backward in half precision as in fp32
         query, key, value = query.float(), key.float(), value.float()
@@ -136,16 +136,17 @@ def _grouped_sdpa(
             for states, tokens in ((query, group.tokens), (key, keys), (value, keys))
         ]
         mask = group.mask(sliding_window)
-        attended = F.scaled_dot_product_attention(
-            padded[0],
-            padded[1],
-            padded[2],
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=grouped_heads,
-        )
+        with torch.autocast(query.device.type, enabled=False):  # which would cast back what was cast above
+            attended = F.scaled_dot_product_attention(
+                padded[0],
+                padded[1],
+                padded[2],
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=grouped_heads,
+            )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.places).to(dtype)
 

@@ -18,10 +18,11 @@ from lightning_rlhf.modules.arguments import check_overlong
 from lightning_rlhf.modules.chosen_parts import chosen_advantage, chosen_length_penalty
 from lightning_rlhf.modules.clipped_policy import ClippedPolicyModule, KLPlace, OldLogProbs
 from lightning_rlhf.modules.compat import Choices, Compat, as_in
+from lightning_rlhf.modules.signal import check_skips, rows_with_signal
 from lightning_rlhf.modules.step_data import StepData
 from lightning_rlhf.modules.token_advantages import sum_over_rows
 from lightning_rlhf.rewards import RewardFunction, WeightedRewards, soft_overlong_penalty
-from lightning_rlhf.types import Rollouts
+from lightning_rlhf.types import Experience, Role, Rollouts
 
 
 class GRPO(ClippedPolicyModule):
@@ -76,6 +77,8 @@ class GRPO(ClippedPolicyModule):
         logits_chunk_size: tokens whose logits are held at a time.
         lora: a ``LoRAConfig`` or ``peft.LoraConfig``; the parameters stay frozen and a low-rank adapter trains, the
             reference is the model without it, and exports are merged. None trains the parameters.
+        skip_zero_advantages: leave rows whose advantages are all zero, such as groups with equal rewards, out of the
+            update. Loss and gradient stay the same; the actor's metrics are then those of the rows that are left.
         mask_truncated: leave responses that hit the length limit out of the loss (DAPO's overlong filtering).
         overlong_max_tokens: DAPO's soft overlong penalty takes 1 off the reward of a training response of this length,
             see ``rewards.soft_overlong_penalty``; None takes nothing off.
@@ -128,6 +131,7 @@ class GRPO(ClippedPolicyModule):
         gradient_checkpointing: bool = False,
         logits_chunk_size: int = 512,
         lora: object | None = None,
+        skip_zero_advantages: bool = False,
         mask_truncated: bool = False,
         overlong_max_tokens: int | None = None,
         overlong_cache_tokens: int | None = None,
@@ -147,6 +151,14 @@ class GRPO(ClippedPolicyModule):
             raise ValueError(
                 f"advantage={advantage!r} normalises each reward apart, and length penalties and kl_in='reward' "
                 "change their sum alone. Give the penalty as a reward of its own, and kl_in='loss'."
+            )
+        if skip_zero_advantages:
+            check_skips(
+                policy_loss=policy_loss,
+                kl_coef=kl_coef,
+                kl_in=kl_in,
+                entropy_coef=entropy_coef,
+                steers_entropy=entropy_target is not None,
             )
         super().__init__(
             model=model,
@@ -186,7 +198,7 @@ class GRPO(ClippedPolicyModule):
             correction_args=correction_args,
             old_log_probs_from=old_log_probs_from,
         )
-        self.normalize_std = normalize_std
+        self.normalize_std, self.skip_zero_advantages = normalize_std, skip_zero_advantages
         self.overlong_max_tokens, self.overlong_cache_tokens = overlong_max_tokens, overlong_cache_tokens
         self._estimator, self._length_penalty = estimator, penalty
 
@@ -232,6 +244,11 @@ class GRPO(ClippedPolicyModule):
         if over_all is not None:
             self.note_metrics({"reward/overlong_penalty": float(over_all.mean())})
         return data
+
+    @override
+    def before_train_batch(self, role: Role, index: int, mini_batch: Experience) -> Experience:
+        mini_batch = super().before_train_batch(role, index, mini_batch)
+        return rows_with_signal(mini_batch) if self.skip_zero_advantages else mini_batch
 
     def _overlong_penalties(self, lengths: Tensor) -> Tensor | None:
         if self.overlong_max_tokens is None or self.overlong_cache_tokens is None:

@@ -1,0 +1,42 @@
+"""Leaving rows out of the update whose advantages are all zero: their part of the gradient is zero."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_rlhf.types import Experience
+
+PROPORTIONAL_LOSSES = ("cispo", "clip_cov", "dapo", "gpg", "ppo_clip", "reinforce", "sapo")
+"""Policy losses whose every term is a multiple of its advantage."""
+
+
+def check_skips(*, policy_loss: object, kl_coef: float, kl_in: str, entropy_coef: float, steers_entropy: bool) -> None:
+    """Says whether rows without advantage have no gradient.
+
+    Raises:
+        ValueError: naming the argument through which they have one.
+    """
+    others = {
+        f"policy_loss={policy_loss!r}": policy_loss not in PROPORTIONAL_LOSSES,
+        f"kl_coef={kl_coef} in the loss": kl_coef != 0 and kl_in == "loss",
+        f"entropy_coef={entropy_coef}": entropy_coef != 0,
+        "entropy_target": steers_entropy,
+    }
+    found = [name for name, given in others.items() if given]
+    if found:
+        raise ValueError(
+            f"skip_zero_advantages leaves out rows whose gradient is zero, but with {', '.join(found)} a row has a "
+            f"gradient (or is measured) without an advantage. Leave one of them out; losses that go: "
+            f"{', '.join(PROPORTIONAL_LOSSES)}."
+        )
+
+
+def rows_with_signal(mini_batch: Experience) -> Experience:
+    """The rows of which some token has an advantage, with the loss weights that they had among all.
+
+    The weights hold the global counts of all rows, so the loss and its gradient stay what they were.
+    """
+    has_signal = torch.zeros(len(mini_batch), dtype=torch.bool, device=mini_batch.tokens.device)
+    moved = (mini_batch.advantages != 0) & mini_batch.loss_mask
+    has_signal.index_put_((mini_batch.sequence_ids[moved],), torch.ones((), dtype=torch.bool, device=moved.device))
+    return mini_batch.select(has_signal.nonzero().flatten().tolist())
