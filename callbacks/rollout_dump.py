@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,19 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_rlhf.callbacks.on_policy import as_on_policy
+from lightning_rlhf.callbacks.rollout_files import FOLDER, FORMATS, DumpFormat, check_pyarrow, dump_path, write_rows
 from lightning_rlhf.contracts.engine import BaseEngine
 from lightning_rlhf.types import Experience, PromptBatch, Rollouts
 
-FOLDER = "rollouts"
-"""In the run's folder."""
-
 
 class RolloutDump(pl.Callback):
-    """Writes one JSONL file per RL step, a line for each rollout of all ranks, ordered by (uid, sample index).
+    """Writes one file per RL step, a line or row for each rollout of all ranks, ordered by (uid, sample index).
 
     The file holds no time and no rank: the same seed gives the same file, and its order is that of no layout. Rank 0
     gathers the rows and puts the finished file in place with one rename, so a file is whole or absent. A step that
     is done again after a resume replaces its file. ``lightning-rlhf inspect`` shows what is written.
 
-    Each line is an object with
+    Each line of a JSONL file is an object with
 
     - ``rl_step`` (from 1), ``uid``, ``sample_index``, ``prompt``, ``response``, ``metadata`` of the prompt;
     - ``prompt_token_ids`` and ``response_token_ids``, as sampled; ``response_mask`` where a response holds tokens that
@@ -41,17 +37,33 @@ class RolloutDump(pl.Callback):
     - ``policy_version`` that sampled it (a list, one for each response id, if there were several), ``finish_reason``,
       ``trained`` (false for a row without a reward, or masked).
 
+    A parquet file has these as columns, with null for what a row has not; ``policy_version`` is a list in every row,
+    and ``metadata`` and ``reward_components`` are JSON texts.
+
     Args:
         dirpath: folder of the files; None is ``rollouts`` in the Trainer's ``default_root_dir``.
         every_n_steps: RL steps between two files; the first step has one too.
+        format: ``"jsonl"``, or ``"parquet"``, which is smaller and read by column.
 
     Raises:
-        ValueError: if ``every_n_steps`` is below 1.
+        ValueError: if ``every_n_steps`` is below 1, or there is no such format.
+        ImportError: for parquet without pyarrow.
     """
 
-    def __init__(self, *, dirpath: str | Path | None = None, every_n_steps: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        dirpath: str | Path | None = None,
+        every_n_steps: int = 1,
+        format: DumpFormat = "jsonl",  # noqa: A002 - the word that a user looks for
+    ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}.")
+        if format not in FORMATS:
+            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}.")
+        if format == "parquet":
+            check_pyarrow()
+        self.format: DumpFormat = format
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.every_n_steps = every_n_steps
 
@@ -71,7 +83,10 @@ class RolloutDump(pl.Callback):
             if trainer.is_global_zero:
                 try:
                     folder = Path(trainer.default_root_dir) / FOLDER if self.dirpath is None else self.dirpath
-                    write_rows(dump_path(folder, module.rl_step), lines)
+                    write_rows(dump_path(folder, module.rl_step, self.format), lines)
+                    for other in FORMATS:  # of a run that was resumed with another format
+                        if other != self.format:
+                            dump_path(folder, module.rl_step, other).unlink(missing_ok=True)
                 except OSError as error:
                     failure = error
         message = trainer.strategy.broadcast(None if failure is None else str(failure))
@@ -79,32 +94,6 @@ class RolloutDump(pl.Callback):
             raise RuntimeError(
                 f"Rank 0 could not write the rollouts of RL step {module.rl_step}: {message}"
             ) from failure
-
-
-def dump_path(folder: Path, rl_step: int) -> Path:
-    """The file of one RL step."""
-    return folder / f"rl_step={rl_step:06d}.jsonl"
-
-
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes the lines beside ``path``, then renames.
-
-    Raises:
-        OSError: if it cannot be written; a file that was there is as it was.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            for row in rows:
-                # metadata is the user's own: what JSON has no word for is kept as its text
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def gathered_rows(

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.callbacks.rollout_dump import FOLDER, dump_path, sampled_rows, write_rows
+from lightning_rlhf.callbacks.rollout_dump import sampled_rows
+from lightning_rlhf.callbacks.rollout_files import FOLDER, dump_path, write_rows
 from lightning_rlhf.cli.export import export
 from lightning_rlhf.cli.overrides import explain
 from lightning_rlhf.cli.pass_at_k import PromptResult, by_task, summarize

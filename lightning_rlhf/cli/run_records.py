@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.callbacks.rollout_dump import FOLDER
+from lightning_rlhf.callbacks.rollout_files import FOLDER, FORMATS, RolloutFileError, read_rows
 
-_DUMP = re.compile(r"rl_step=(\d+)\.jsonl$")
+_DUMP = re.compile(rf"rl_step=(\d+)\.({'|'.join(FORMATS)})$")
 _VERSION = re.compile(r"version_(\d+)$")
 
 History = dict[str, dict[int, float]]
@@ -89,12 +88,12 @@ def dumped_steps(run: Path) -> dict[int, Path]:
         RecordError: if there are none.
     """
     for folder in (run / FOLDER, run):
-        found = {int(match[1]): path for path in folder.glob("*.jsonl") if (match := _DUMP.match(path.name))}
+        found = {int(match[1]): path for path in folder.glob("rl_step=*") if (match := _DUMP.match(path.name))}
         if found:
             return dict(sorted(found.items()))
     raise RecordError(
-        f"{run} holds no dumped rollouts ({FOLDER}/rl_step=*.jsonl). Name a run's folder; RolloutDump writes them, "
-        f"unless the run said callbacks.rollout_dump=null."
+        f"{run} holds no dumped rollouts ({FOLDER}/rl_step=*.jsonl or .parquet). Name a run's folder; RolloutDump "
+        f"writes them, unless the run said callbacks.rollout_dump=null."
     )
 
 
@@ -102,18 +101,12 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
     """The rows of one file.
 
     Raises:
-        RecordError: if a line is no JSON object.
+        RecordError: if the file is not as ``RolloutDump`` writes it.
     """
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RecordError(f"{path}, line {number}: not JSON ({error}). The file was changed or cut.") from error
-        if not isinstance(row, Mapping) or "reward" not in row:
-            raise RecordError(f"{path}, line {number}: not a rollout as RolloutDump writes it.")
-        rows.append(dict(row))
-    return rows
+    try:
+        return read_rows(path)
+    except (RolloutFileError, ImportError) as error:
+        raise RecordError(str(error)) from error
 
 
 def reward_of(row: Mapping[str, Any]) -> float:

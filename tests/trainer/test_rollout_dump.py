@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from support.fork import run_distributed
 from support.toy import Recorder, digit_reward, toy_data, toy_module, toy_ppo, toy_trainer
 
 from lightning_rlhf.callbacks import RolloutDump
-from lightning_rlhf.callbacks.rollout_dump import dump_path, sampled_rows, write_rows
+from lightning_rlhf.callbacks.rollout_dump import sampled_rows
+from lightning_rlhf.callbacks.rollout_files import dump_path, read_rows, write_rows
 from lightning_rlhf.rewards import WeightedRewards
 from lightning_rlhf.types import Rollouts, RolloutSequence
 
@@ -149,3 +151,51 @@ def test_every_so_many_steps(tmp_path: Path, tiny_directory: Path) -> None:
     trainer = toy_trainer(tmp_path, callbacks=[RolloutDump(every_n_steps=2, dirpath=tmp_path / "dump")])
     trainer.fit(toy_module(tiny_directory), toy_data())
     assert sorted(path.name[-7] for path in (tmp_path / "dump").iterdir()) == ["1", "2", "4"]
+
+
+def test_parquet_holds_the_rows_of_jsonl(tmp_path: Path, tiny_directory: Path) -> None:
+    """PPO with several mini-batches: every optional key. The seed gives the rows, and each type is its column's."""
+    rows = {}
+    for name in ("jsonl", "parquet"):
+        trainer = toy_trainer(tmp_path, callbacks=[RolloutDump(format=name, dirpath=tmp_path / name)])
+        reward = WeightedRewards([(digit_reward, 1.0), (length_reward, 0.125)])
+        trainer.fit(toy_ppo(tiny_directory, reward=reward, max_rl_steps=1, mini_batch_size=8), toy_data())
+        path = dump_path(tmp_path / name, 1, name)  # type: ignore[arg-type]
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+        rows[name] = read_rows(path)
+    assert rows["parquet"] == rows["jsonl"]
+    assert {"old_log_probs", "token_advantages", "reward_components"} <= rows["parquet"][0].keys()
+
+
+def test_parquet_keeps_what_differs_from_row_to_row(tmp_path: Path) -> None:
+    common: dict[str, Any] = {
+        "rl_step": 1, "prompt": "p", "response": "r\n\U0001f600", "prompt_token_ids": [1], "finish_reason": "stop",
+        "response_token_ids": [5, 6], "rollout_log_probs": [-0.5, None], "trained": False, "advantage": None,
+    }  # fmt: skip
+    rows = [
+        {**common, "uid": "a", "sample_index": 0, "reward": None, "policy_version": 3, "metadata": {"n": 1}},
+        {**common, "uid": "b", "sample_index": 1, "reward": 0.1, "policy_version": [3, 4], "metadata": {},
+         "response_mask": [True, False], "reward_components": {"x": None}},
+        {**common, "uid": "c", "sample_index": 0, "reward": 1.0, "policy_version": [], "metadata": {"other": [None]}},
+    ]  # fmt: skip
+    for name in ("jsonl", "parquet"):
+        write_rows(dump_path(tmp_path, 1, name), rows)  # type: ignore[arg-type]
+        assert read_rows(dump_path(tmp_path, 1, name)) == rows  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="no column"):
+        write_rows(dump_path(tmp_path, 2, "parquet"), [{**rows[0], "extra": 1}])
+
+
+def test_a_step_has_one_file_and_a_format_that_is_none_is_refused(tmp_path: Path, tiny_directory: Path) -> None:
+    old = dump_path(tmp_path / "rollouts", 1)
+    write_rows(old, [])
+    trainer = toy_trainer(tmp_path, callbacks=[RolloutDump(format="parquet")])
+    trainer.fit(toy_module(tiny_directory, max_rl_steps=1), toy_data())
+    assert [path.suffix for path in old.parent.iterdir()] == [".parquet"]
+    with pytest.raises(ValueError, match="one of jsonl, parquet, got 'csv'"):
+        RolloutDump(format="csv")  # type: ignore[arg-type]
+
+
+def test_parquet_without_pyarrow_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ImportError, match=r"lightning_rlhf\[parquet\]"):
+        RolloutDump(format="parquet")

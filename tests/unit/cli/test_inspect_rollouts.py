@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_rlhf.callbacks.rollout_dump import dump_path, write_rows
+from lightning_rlhf.callbacks.rollout_files import dump_path, write_rows
 from lightning_rlhf.cli.inspect_rollouts import browse, chosen, main, summary
 from lightning_rlhf.cli.run_records import RecordError, dumped_steps
 
@@ -56,6 +56,27 @@ def test_the_summary_by_hand() -> None:
 def test_json_gives_back_what_was_dumped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "--step", "1", "--top", "1", "--json"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [ROWS[0]]
+
+
+def test_parquet_shows_as_jsonl_does(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = {
+        "metadata": {"answer": 2, "tags": ["a"]}, "prompt_token_ids": [1, 2], "rollout_log_probs": [-0.5],
+        "policy_version": 3, "trained": True,
+    }  # fmt: skip
+    shown = {}
+    for name in ("jsonl", "parquet"):
+        folder = tmp_path / name
+        write_rows(folder / "rollouts" / f"rl_step=000001.{name}", [{**one, **whole} for one in ROWS])
+        assert main([str(folder)]) == 0
+        table = capsys.readouterr().out
+        assert main([str(folder), "--json"]) == 0
+        shown[name] = table, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert shown["parquet"] == shown["jsonl"]
+    assert "answer a0" in shown["parquet"][0]
+    file = dumped_steps(tmp_path / "parquet")[1]
+    file.write_bytes(file.read_bytes()[:100])
+    assert main([str(tmp_path / "parquet")]) == 2
+    assert "not parquet" in capsys.readouterr().err
 
 
 def test_the_last_step_is_shown_and_long_steps_are_cut(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
