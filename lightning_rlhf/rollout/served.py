@@ -168,13 +168,19 @@ class ServedRolloutEngine(RolloutEngine):
             for index in range(len(prompts))
         ]
         try:
-            while self.push_now is not None and wait(groups, LOOK_SECONDS, return_when=FIRST_EXCEPTION).not_done:
+            while self.push_now is not None and self._under_way(groups):
                 self.push_if_none_serves()
             sequences = [sequence for group in groups for sequence in group.result()]
         finally:
             for group in groups:
                 group.cancel()
         return Rollouts.from_sequences(sequences, temperature=sampling.temperature or 1.0)
+
+    @staticmethod
+    def _under_way(groups: Sequence[Future[Any]]) -> bool:
+        """Whether some are not done, and none has failed, after a moment's wait for that."""
+        done, under_way = wait(groups, LOOK_SECONDS, return_when=FIRST_EXCEPTION)
+        return bool(under_way) and not any(group.exception() for group in done)
 
     def push_if_none_serves(self) -> None:
         """Brings weights to replicas that have started again without any, if no other one is left to sample."""
@@ -317,12 +323,8 @@ class ServedRolloutEngine(RolloutEngine):
         snapshot = WeightSnapshot.write(named_tensors, parent=parent, version=next(self._serials))
         before, self._snapshot = self._snapshot, snapshot
         info = update_info(SNAPSHOT, folder=str(snapshot.folder))
-
-        async def load(client: ReplicaClient) -> None:
-            await client.load(info)
-
         try:
-            self._wait(self.pool.load(load))
+            self._wait(self.pool.load(lambda client: client.load(info)))
         finally:
             if before is not None:
                 before.remove()

@@ -174,7 +174,7 @@ def test_a_link_that_hangs_in_a_push_ends_the_push_within_its_timeout_and_the_ru
     assert "replica-0" in run["warned"]
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_only_replica_of_a_checkpoint_engine_gets_the_weights_again_as_soon_as_it_is_back(
     tmp_path: Path, directory: Path, max_staleness: int
 ) -> None:

@@ -259,7 +259,7 @@ def test_a_trainer_rank_that_hangs_before_a_push_is_named_and_costs_no_replica_i
         manager = new_manager(trainer, replicas, rank_timeout=3.0)
         manager.update_weights(0)
         if number == 1:
-            time.sleep(8.0)
+            time.sleep(6.0)
         begun = time.monotonic()
         with pytest.raises(TrainerRankLostError) as caught:
             manager.update_weights(1)
@@ -284,7 +284,7 @@ def test_shared_memory_that_is_full_costs_no_replica_its_version() -> None:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a /dev/shm with half the room would
         begun = time.monotonic()
-        with pytest.raises(OSError, match=r"/dev/shm has no room for 2 slots of 8192 bytes .* smaller bucket_bytes"):
+        with pytest.raises(OSError, match=r"/dev/shm has no room for .* 8192 .* smaller bucket_bytes"):
             manager.update_weights(1)
         assert time.monotonic() - begun < 10.0
         assert [one.weight_version for one in replicas] == [0]
