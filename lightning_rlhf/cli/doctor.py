@@ -84,7 +84,7 @@ CHECKS = (
     Check(name="weights:nccl", remedy="run on a machine with CUDA"),
     Check(name="weights:nixl", remedy="pip install 'lightning_rlhf[nixl]'"),
     Check(name="weights:mooncake", remedy="pip install 'lightning_rlhf[mooncake]', and Debian's libibverbs1"),
-    Check(name="weights:kimi", remedy="none, it is refused: use nccl, mooncake, nixl or shm"),
+    Check(name="weights:kimi", remedy="pip install 'lightning_rlhf[kimi]'"),
     Check(name="weights:delta", remedy=_REINSTALL),
     Check(name="weights:disk", remedy="make room where temporary files go, or set TMPDIR"),
 )

@@ -128,7 +128,6 @@ class CheckpointEngineRegistry:
     """Finds a checkpoint engine by name."""
 
     _factories: ClassVar[dict[str, Callable[..., CheckpointEngine]]] = {}
-    _refused: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def register(cls, name: str) -> Callable[[type[CheckpointEngine]], type[CheckpointEngine]]:
@@ -142,20 +141,12 @@ class CheckpointEngineRegistry:
         return add
 
     @classmethod
-    def refuse(cls, name: str, *, reason: str) -> None:
-        """Makes ``new(name)`` say why there is no such engine, for a name that users may expect."""
-        cls._refused[name] = reason
-
-    @classmethod
     def new(cls, name: str, **kwargs: Any) -> CheckpointEngine:
         """Builds the engine called ``name``.
 
         Raises:
-            NotImplementedError: if there is none on purpose; the message says why.
             KeyError: if there is none; the message lists those there are.
         """
-        if name in cls._refused:
-            raise NotImplementedError(cls._refused[name])
         if name not in cls._factories:
             raise KeyError(f"No checkpoint engine {name!r}. Registered: {', '.join(sorted(cls._factories))}.")
         return cls._factories[name](**kwargs)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_rlhf.weights import kimi  # noqa: F401 (registers the name with the reason why it is refused)
 from lightning_rlhf.weights.channel import PeerError
 from lightning_rlhf.weights.delta import DeltaCheckpointEngine
 from lightning_rlhf.weights.disk import DiskCheckpointEngine
+from lightning_rlhf.weights.kimi import KimiCheckpointEngine
 from lightning_rlhf.weights.manager import CheckpointEngineManager
 from lightning_rlhf.weights.mooncake import MooncakeCheckpointEngine
 from lightning_rlhf.weights.naive import NaiveCheckpointEngine
@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointEngineManager",
     "DeltaCheckpointEngine",
     "DiskCheckpointEngine",
+    "KimiCheckpointEngine",
     "MooncakeCheckpointEngine",
     "NCCLCheckpointEngine",
     "NIXLCheckpointEngine",

@@ -21,6 +21,7 @@ from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, Checkpo
 from lightning_rlhf.weights.checksum import as_bytes
 from lightning_rlhf.weights.connected import ConnectedCheckpointEngine
 from lightning_rlhf.weights.disk import DiskCheckpointEngine
+from lightning_rlhf.weights.kimi import KimiCheckpointEngine
 from lightning_rlhf.weights.linked import LinkedCheckpointEngine
 
 Packed = tuple[str, tuple[int, ...], bytes]
@@ -148,6 +149,17 @@ def _flip_one_bit(engine: ConnectedCheckpointEngine) -> None:
             return buffer
 
         engine._fetch = flipped  # type: ignore[method-assign]
+        return
+    if isinstance(engine, KimiCheckpointEngine):
+        next_bucket = engine._next_bucket
+
+        def damaged_bucket(*args: Any) -> list[tuple[str, Tensor]] | None:
+            bucket = next_bucket(*args)
+            for _, tensor in bucket or []:
+                as_bytes(tensor)[tensor.nbytes // 2] ^= 8
+            return bucket
+
+        engine._next_bucket = damaged_bucket  # type: ignore[method-assign]
         return
     assert isinstance(engine, DiskCheckpointEngine)
     expect = engine.expect

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from lightning_rlhf.weights import PeerError
 
-ENGINES = ["shm", "nccl", "nixl", "disk", "delta"]
+needs_package = pytest.mark.skipif(find_spec("checkpoint_engine") is None, reason="needs checkpoint-engine")
+ENGINES = ["shm", "nccl", "nixl", "disk", "delta", pytest.param("kimi", marks=needs_package)]
 BUCKET_BYTES = 8192
 TIMEOUT = 2.0
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -25,7 +27,11 @@ TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 def new_engine(name: str, folder: Path, **kwargs: Any) -> CheckpointEngine:
     os.environ.update(NIXL_LOG_LEVEL="ERROR", UCX_TLS="posix,self,cma,tcp", UCX_NET_DEVICES="lo")
-    special: dict[str, dict[str, Any]] = {"disk": {"folder": str(folder)}, "delta": {"dense_every": 10}}
+    special: dict[str, dict[str, Any]] = {
+        "disk": {"folder": str(folder)},
+        "delta": {"dense_every": 10},
+        "kimi": {"portion_bytes": 65536},
+    }
     arguments = {"bucket_bytes": BUCKET_BYTES, "timeout": TIMEOUT, "tied": TIED, **special.get(name, {}), **kwargs}
     engine = CheckpointEngineRegistry.new(name, **arguments)
     engine.prepare()
