@@ -17,12 +17,20 @@ from torch import Tensor
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from lightning_rlhf.weights import PeerError
+from lightning_rlhf.weights.kimi import import_kimi_server
 
 needs_package = pytest.mark.skipif(find_spec("checkpoint_engine") is None, reason="needs checkpoint-engine")
 ENGINES = ["shm", "nccl", "nixl", "disk", "delta", pytest.param("kimi", marks=needs_package)]
 BUCKET_BYTES = 8192
 TIMEOUT = 2.0
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def packages_are_imported() -> None:
+    """Here, once: in a receiver it would take longer than the sender waits."""
+    if find_spec("checkpoint_engine") is not None:
+        import_kimi_server()
 
 
 def new_engine(name: str, folder: Path, **kwargs: Any) -> CheckpointEngine:
