@@ -27,6 +27,7 @@ class ModelShape:
         head_dim: of one head.
         vocab_size: of the head.
         expert_parameters: of the experts of its largest decoder layer, among ``layer_parameters``.
+        experts_per_token: that a token goes through; 0 for a dense model.
         adapter_parameters: of a low-rank adapter beside those of the model, which are frozen then; 0 for none.
     """
 
@@ -40,6 +41,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     expert_parameters: int = 0
+    experts_per_token: int = 0
     adapter_parameters: int = 0
 
     @property

@@ -48,6 +48,7 @@ def read_model_shape(path: str | Path) -> ModelShape:
         head_dim=int(numbers.get("head_dim") or numbers["hidden_size"] // num_heads),
         vocab_size=int(numbers["vocab_size"]),
         expert_parameters=max((_expert_parameters(layer) for layer in layers), default=0),
+        experts_per_token=int(numbers.get("num_experts_per_tok") or 0),
     )
 
 

@@ -8,19 +8,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_rlhf.batching.checks import check_batch_sizes
-from lightning_rlhf.cli.estimate import (
-    Layout,
-    ModelShape,
-    communication,
-    optimizer_state_bytes,
-    training_memory,
-    value_model,
-)
-from lightning_rlhf.cli.estimate_megatron import megatron_memory_of_run, pipeline_of_run
-from lightning_rlhf.cli.estimate_rollout import rollout_memory
+from lightning_rlhf.cli.estimate import ModelShape
+from lightning_rlhf.cli.estimate_megatron import pipeline_of_run
 from lightning_rlhf.cli.layout_checks import mesh_sizes, world_size
 from lightning_rlhf.cli.model_shape import read_model_shape, with_adapter
 from lightning_rlhf.cli.plan_batches import BatchSizes, MicroBatches, bound_micro_batches
+from lightning_rlhf.cli.plan_resources import Resources
 from lightning_rlhf.cli.run import build
 from lightning_rlhf.cli.targets import ConfigError
 from lightning_rlhf.cli.validate import data_parallel_size, validate
@@ -102,7 +95,9 @@ class _Planner:
         prompt_lengths = self._prompt_lengths()
         sizes = self._batch_sizes(shape)
         micro_batches = self._micro_batches(prompt_lengths, sizes)
+        critic_micro_batches = self._critic_micro_batches(prompt_lengths, sizes)
         pushes = self._weight_pushes()
+        resources = self._resources(prompt_lengths)
         critic = {} if self.critic_mini_batch is None else {"critic_optimizer_steps": self._critic_steps}
         # the denominators are over the mini-batch of all ranks, whatever cuts it up
         return {
@@ -130,13 +125,42 @@ class _Planner:
             **self._pipeline(micro_batches),
             "denominators": self._denominators(),
             "run": self._run_length(prompt_lengths),
-            "memory_per_rank": self._memory(shape, micro_batches, prompt_lengths),
-            "communication_per_rl_step": self._communication(
-                shape, micro_batches, self._critic_micro_batches(prompt_lengths, sizes), pushes["per_rl_step"]
+            "memory_per_rank": None if shape is None else resources.memory(shape, micro_batches),
+            "communication_per_rl_step": (
+                None
+                if shape is None
+                else resources.communication(shape, micro_batches, critic_micro_batches, pushes=pushes["per_rl_step"])
             ),
             "weight_pushes": pushes,
             "notes": self.notes,
         }
+
+    def _resources(self, prompt_lengths: list[int] | None) -> Resources:
+        return Resources(
+            values=self.values,
+            axes=self.axes,
+            ranks=self.ranks,
+            processes=self.processes,
+            rollouts=self.prompts * self.group,
+            prompt_lengths=prompt_lengths,
+            max_new_tokens=self.max_new_tokens,
+            optimizer_steps=self.optimizer_steps,
+            epochs=self.epochs,
+            critic_steps=self._critic_steps,
+            has_adapter=self.cfg.algorithm.get("lora") is not None,
+            notes=self.notes,
+        )
+
+    def _shape(self) -> ModelShape | None:
+        try:
+            shape = read_model_shape(str(self.cfg.model.path))
+        except ValueError as error:
+            self.notes.append(f"Memory and communication are not estimated: {error}")
+            return None
+        try:
+            return with_adapter(shape, str(self.cfg.model.path), build("algorithm.lora", self.cfg))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"algorithm.lora: {error}") from error
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -258,132 +282,6 @@ class _Planner:
             "optimizer_steps": None if steps is None else steps * self.optimizer_steps,
             "rollouts": None if steps is None else steps * self.prompts * self.group,
         }
-
-    # --- memory and traffic -------------------------------------------------------------------------------------
-
-    def _shape(self) -> ModelShape | None:
-        if "tp" in self.axes:
-            self.notes.append("megatron_rl: communication is not estimated, and a critic's memory is not counted.")
-        try:
-            shape = read_model_shape(str(self.cfg.model.path))
-        except ValueError as error:
-            self.notes.append(f"Memory and communication are not estimated: {error}")
-            return None
-        try:
-            return with_adapter(shape, str(self.cfg.model.path), build("algorithm.lora", self.cfg))
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"algorithm.lora: {error}") from error
-
-    @property
-    def _layout(self) -> Layout:
-        sequence_shards = self.axes.get("sp", 1)
-        return Layout(
-            shards=self.axes.get("dp_shard", 1) * sequence_shards,
-            replicas=self.axes.get("dp_replicate", 1),
-            sequence_shards=sequence_shards,
-            reshard_after_forward=bool(self.values.get("strategy.reshard_after_forward", True)),
-        )
-
-    @property
-    def _compute_bytes(self) -> int:
-        return 2 if self.values.get("trainer.precision") == "bf16-mixed" else 4
-
-    @property
-    def _scores_reference(self) -> bool:
-        return bool(self.values.get("algorithm.kl_coef"))
-
-    @property
-    def _has_reference(self) -> bool:
-        """Whether there is a second model: an adapter's reference is the model without it."""
-        return self._scores_reference and self.cfg.algorithm.get("lora") is None
-
-    def _state_bytes(self, name: str = "optimizer") -> int:
-        if self.values.get(f"algorithm.{name}._target_") is None:
-            name = "optimizer"  # a critic without its own has one like the actor's
-        path = self.values.get(f"algorithm.{name}._target_") or ""
-        momentum = self.values.get(f"algorithm.{name}.momentum") or 0.0
-        found = optimizer_state_bytes(str(path), momentum=float(momentum))
-        if found is None:
-            self.notes.append(f"algorithm.{name}: the state of {path} is counted like Adam's, two moments.")
-        return 8 if found is None else found
-
-    def _memory(
-        self, shape: ModelShape | None, micro_batches: MicroBatches | None, prompt_lengths: list[int] | None
-    ) -> dict[str, int] | None:
-        if shape is None:
-            return None
-        # without known lengths the budget is the bound
-        limit = self.values.get("algorithm.max_tokens_per_micro_batch")
-        tokens = micro_batches.tokens if micro_batches else int(limit or 0)
-        if "tp" in self.axes:
-            parts = megatron_memory_of_run(
-                self.values, shape, data_parallel=self.ranks, compute_bytes=self._compute_bytes,
-                state_bytes=self._state_bytes(), tokens=tokens, has_reference=self._has_reference,
-            )  # fmt: skip
-            parts |= self._rollout_memory(shape, prompt_lengths)
-            return {**parts, "total": sum(parts.values())}  # a critic is not counted
-        parts = training_memory(
-            shape,
-            layout=self._layout,
-            compute_bytes=self._compute_bytes,
-            state_bytes=self._state_bytes(),
-            tokens=tokens,
-            scored_tokens=min(tokens, micro_batches.sequences * self.max_new_tokens) if micro_batches else tokens,
-            chunk_size=self.values.get("algorithm.logits_chunk_size") or 512,
-            accumulates=micro_batches is None or micro_batches.per_mini_batch > 1,
-            gradient_checkpointing=bool(self.values.get("algorithm.gradient_checkpointing")),
-            has_reference=self._has_reference,
-        )
-        if self.critic_mini_batch is not None:
-            # at rest; the critic's gradients and activations come and go before the actor's
-            critic = value_model(shape)
-            parts["critic_parameters"] = 4 * -(-critic.num_parameters // self._layout.shards)
-            parts["critic_optimizer_state"] = parts["critic_parameters"] // 4 * self._state_bytes("critic_optimizer")
-        parts |= self._rollout_memory(shape, prompt_lengths)
-        return {**parts, "total": sum(parts.values())}
-
-    def _rollout_memory(self, shape: ModelShape, prompt_lengths: list[int] | None) -> dict[str, int]:
-        longest = int(self.values.get("rollout.max_model_len") or self.max_new_tokens)
-        if prompt_lengths is not None:
-            longest = min(longest, max(prompt_lengths) + self.max_new_tokens)
-        return rollout_memory(
-            self.values, shape, longest=longest, side_by_side=self.prompts * self.group // self.processes,
-            compute_bytes=self._compute_bytes, notes=self.notes,
-        )  # fmt: skip
-
-    def _communication(
-        self,
-        shape: ModelShape | None,
-        micro_batches: MicroBatches | None,
-        critic_micro_batches: MicroBatches | None,
-        pushes: int,
-    ) -> dict[str, int] | None:
-        if shape is None or micro_batches is None or "tp" in self.axes:
-            return None
-        # old log-probs are scored only where several updates share rollouts, or the reward reads them
-        in_reward = self._scores_reference and self.values.get("algorithm.kl_in") == "reward"
-        passes = int(self.optimizer_steps > 1 or in_reward) + int(self._scores_reference)
-        actor = communication(
-            shape,
-            layout=self._layout,
-            compute_bytes=self._compute_bytes,
-            training_micro_batches=micro_batches.per_mini_batch * self.optimizer_steps,
-            inference_micro_batches=micro_batches.inference * passes,
-            optimizer_steps=self.optimizer_steps,
-            pushes=pushes,
-        )
-        if critic_micro_batches is None:
-            return actor
-        critic = communication(
-            value_model(shape),
-            layout=self._layout,
-            compute_bytes=self._compute_bytes,
-            training_micro_batches=critic_micro_batches.per_mini_batch * self._critic_steps,
-            inference_micro_batches=critic_micro_batches.inference,
-            optimizer_steps=self._critic_steps,
-            pushes=0,
-        )
-        return {name: size + critic[name] for name, size in actor.items()}
 
     def _weight_pushes(self) -> dict[str, int]:
         every = self.values.get("weight_sync.every")

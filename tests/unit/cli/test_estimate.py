@@ -168,6 +168,7 @@ def test_a_shape_is_read_from_config_json_alone(tmp_path: Path, name: str) -> No
         head_dim=16,
         vocab_size=96,
         expert_parameters=4 * 3 * 64 * 32 if name == "tiny-qwen3-moe" else 0,
+        experts_per_token=2 if name == "tiny-qwen3-moe" else 0,
     )
 
 

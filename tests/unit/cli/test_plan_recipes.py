@@ -98,6 +98,15 @@ def test_the_megatron_recipe_uses_every_axis(capsys: pytest.CaptureFixture[str],
     # fp32 parameters and two moments: dense over dp x cp = 4, experts over the 16 / 8 ranks that hold the same ones
     assert memory["optimizer_state"] == 12 * (experts // 2 + -(-dense // 4))
     assert memory["rollout_weights"] == 2 * read_model_shape("Qwen/Qwen3-30B-A3B").num_parameters
+    traffic = plan["communication_per_rl_step"]
+    assert list(traffic) == ["tensor", "context", "expert", "pipeline", "gradients", "weight_push"]
+    assert all(size > 0 for size in traffic.values()), traffic
+    # bf16 weights of the whole model, less this rank's
+    whole = read_model_shape("Qwen/Qwen3-30B-A3B").num_parameters
+    assert traffic["weight_push"] == 2 * (whole - experts - dense) * plan["weight_pushes"]["per_rl_step"]
+    # fp32 gradients scattered, bf16 parameters gathered: 3 of 4 parts of the dense ones, 1 of 2 of the experts
+    steps = plan["rl_step"]["optimizer_steps"]
+    assert traffic["gradients"] == steps * 6 * (dense * 3 // 4 + experts // 2)
     for wrong, message in (
         ("strategy.pipeline_parallel_size=5", "not a multiple"),
         ("strategy.expert_parallel_size=3", "not a multiple"),
