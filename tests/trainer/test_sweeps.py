@@ -23,6 +23,16 @@ from lightning_rlhf.cli.validate import Inspection
 
 SWEEPS = sorted((Path(str(files("lightning_rlhf.configs"))) / "sweep").glob("*.yaml"))
 LIMIT = 200.0
+VALIDATED = (
+    "algorithm.max_rl_steps=2",
+    "algorithm.mini_batch_size=8",  # two optimizer steps in each RL step
+    "trainer.val_check_interval=1",
+    "trainer.limit_val_batches=1",
+    "+data.val_source._target_=lightning_rlhf.data.ReasoningGymPrompts",
+    "+data.val_source.task=chain_sum",
+    "+data.val_source.size=4",
+    "+data.val_source.seed=1",
+)
 
 
 def sweep(name: str) -> dict[str, Any]:
@@ -70,7 +80,7 @@ def test_every_trial_of_a_sweep_is_a_run_that_is_valid(file: Path, monkeypatch: 
 def test_an_agents_loop_runs_trials_one_process_each(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     model = write_tiny_model(tmp_path / "model")
-    small = ["experiment=grpo-tiny-1n1r-auto", f"model.path={model}", "algorithm.max_rl_steps=1"]
+    small = ["experiment=grpo-tiny-1n1r-auto", f"model.path={model}", *VALIDATED]
     found, wrote = sweep("grid"), {}
     for number, trial in enumerate(itertools.islice(trials(found["parameters"]), 0, 4, 3)):
         _, _, *overrides = (word for word in command_of(found, trial) if not word.startswith("experiment="))
@@ -88,7 +98,13 @@ def test_an_agents_loop_runs_trials_one_process_each(tmp_path: Path) -> None:
         assert file.name == f"run-trial{number}.wandb"
         config = wandb_file.config(file)
         wrote[number] = (config["algorithm"]["optimizer"]["lr"], config["seed"])
-        assert any("reward/mean" in row for row in wandb_file.history(file))
+        rows = wandb_file.history(file)
+        assert [row["rl_step"] for row in rows if "reward/mean" in row] == [1, 2]
+        # Lightning would have them over its global_step, which has counted other steps by then
+        validated = [(row["rl_step"], row["trainer/global_step"]) for row in rows if "val/reward" in row]
+        assert [step for step, _ in validated] == [1, 2]
+        assert all(step != counted for step, counted in validated)
+        assert wandb_file.axes(file)["*"] == "rl_step"
     assert wrote == {0: (1e-6, 0), 1: (5e-6, 1)}
 
 
