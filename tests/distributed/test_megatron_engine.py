@@ -24,6 +24,7 @@ from lightning_rlhf.engines.megatron.layout import MegatronLayout
 from lightning_rlhf.engines.torch import TorchEngine
 from lightning_rlhf.modules.reference import move_reference
 from lightning_rlhf.parity.tiny_models import tiny_model as parity_model
+from lightning_rlhf.strategies import MegatronRLStrategy
 from lightning_rlhf.types import Experience
 
 CPU = torch.device("cpu")
@@ -132,6 +133,16 @@ def _half(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def test_what_megatron_cannot_do_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DistributedError, match=message):
         run_distributed(lambda: _engine(**changes) and None, 1)
+
+
+def test_checkpoints_beside_training_are_refused_by_name() -> None:
+    engine = MegatronEngine(EngineConfig(model=tiny_model(), optimizer=ADAMW), device=CPU)
+    with pytest.raises(
+        RuntimeError, match="MegatronEngine writes its checkpoints while training waits; use async_save"
+    ):
+        engine.checkpoint_writer(None)
+    with pytest.raises(TypeError, match="async_save"):
+        MegatronRLStrategy(async_save=True)  # type: ignore[call-arg]
 
 
 def test_overlap_needs_what_it_overlaps() -> None:

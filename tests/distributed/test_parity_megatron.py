@@ -73,10 +73,10 @@ def _caught(capfd: pytest.CaptureFixture[str], layout: str, name: str = "tiny-qw
     return report["max_abs_diff"], report["first_divergence"]
 
 
-def test_negative_control_a_norm_weight_without_its_mark(
+def test_c01_negative_control_a_norm_weight_without_its_mark(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C01: under sequence parallelism each rank's part of a norm's gradient is of its own tokens."""
+    """Under sequence parallelism each rank's part of a norm's gradient is of its own tokens."""
     build = engine_model.build_model
 
     def unmarked(*args: Any, **kwargs: Any) -> Any:
@@ -92,10 +92,10 @@ def test_negative_control_a_norm_weight_without_its_mark(
     assert "norm.weight" in first
 
 
-def test_negative_control_an_all_reduce_in_the_gathers_backward(
+def test_c03_negative_control_an_all_reduce_in_the_gathers_backward(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C03: each context-parallel rank computes the whole loss, and counts it once."""
+    """Each context-parallel rank computes the whole loss, and counts it once."""
     right = packed._GatherForAll.backward
 
     def summed(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -110,8 +110,10 @@ def test_negative_control_an_all_reduce_in_the_gathers_backward(
     assert differences["grads"] > 1e-2
 
 
-def test_negative_control_contiguous_pieces(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """C07: data cut into contiguous pieces, attention that expects zigzag ones."""
+def test_c07_negative_control_contiguous_pieces(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data cut into contiguous pieces, attention that expects zigzag ones."""
     import torch
 
     def contiguous(lengths: Tensor, size: int) -> Tensor:
@@ -124,10 +126,10 @@ def test_negative_control_contiguous_pieces(capfd: pytest.CaptureFixture[str], m
     assert differences["log_probs"] > 1e-2
 
 
-def test_negative_control_padding_in_the_softmax(
+def test_e10_negative_control_padding_in_the_softmax(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E10: the vocabulary is padded to a multiple of tp, and padding counts as tokens."""
+    """The vocabulary is padded to a multiple of tp, and padding counts as tokens."""
     right = megatron_heads.vocab_parallel_log_probs
 
     def with_padding(*args: Any, vocab_size: int, **kwargs: Any) -> Any:

@@ -41,7 +41,17 @@ def check(found: Difference) -> None:
     assert found.gradient < TOLERANCE, found
 
 
-DENSE = {
+def cases(table: dict[str, tuple[Any, ...]], *, in_the_command: str = "") -> list[Any]:
+    """Parameters of a table; those whose layout the parity command's own tests run as well are slow ones."""
+    slow = in_the_command.split()
+    assert set(slow) <= set(table)
+    return [
+        pytest.param(*values, id=name, marks=[pytest.mark.slow] if name in slow else [])
+        for name, values in table.items()
+    ]
+
+
+DENSE: dict[str, tuple[Any, ...]] = {
     "one": (1, {}),
     "tp2": (2, {"tp": 2}),
     "tp2_sp": (2, {"tp": 2, "sp": True}),
@@ -62,12 +72,19 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "sizes"), DENSE.values(), ids=DENSE)
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    cases(
+        DENSE,
+        in_the_command="tp2 tp2_sp tp4_two_kv_heads dp2 pp2 pp4 pp2_vpp2 cp2_allgather cp2_ulysses cp2_ring "
+        "cp4_allgather cp4_ulysses cp4_ring tp2_pp2_dp2 tp2_cp2_pp2",
+    ),
+)
 def test_dense(world_size: int, sizes: dict[str, Any]) -> None:
     check(run(world_size, "qwen3", layout=layout(**sizes)))
 
 
-FAMILIES = {
+FAMILIES: dict[str, tuple[Any, ...]] = {
     "llama_tp2": ("llama", 2, {"tp": 2}),
     "llama_pp2": ("llama", 2, {"pp": 2}),
     "qwen2_tp2_sp": ("qwen2", 2, {"tp": 2, "sp": True}),
@@ -78,12 +95,12 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize(("family", "world_size", "sizes"), FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(("family", "world_size", "sizes"), cases(FAMILIES, in_the_command="tied_tp2 tied_pp4"))
 def test_families(family: str, world_size: int, sizes: dict[str, Any]) -> None:
     check(run(world_size, family, layout=layout(**sizes)))
 
 
-EXPERTS = {
+EXPERTS: dict[str, tuple[Any, ...]] = {
     "one": ("qwen3_moe", 1, {}, "alltoall"),
     "ep2_alltoall": ("qwen3_moe", 2, {"ep": 2}, "alltoall"),
     "ep2_allgather": ("qwen3_moe", 2, {"ep": 2}, "allgather"),
@@ -102,7 +119,10 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize(("family", "world_size", "sizes", "dispatcher"), EXPERTS.values(), ids=EXPERTS)
+@pytest.mark.parametrize(
+    ("family", "world_size", "sizes", "dispatcher"),
+    cases(EXPERTS, in_the_command="ep2_alltoall ep2_allgather tp2_ep2_etp1 tp2_ep2_etp2 tp2_cp2_pp2_ep4"),
+)
 def test_experts(family: str, world_size: int, sizes: dict[str, Any], dispatcher: Any) -> None:
     check(run(world_size, family, layout=layout(**sizes), moe=MoEOptions(dispatcher=dispatcher)))
 
@@ -119,11 +139,12 @@ def test_value_model(family: str, world_size: int, sizes: dict[str, Any]) -> Non
     check(run(world_size, family, layout=layout(**sizes), value_head=True))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_recompute(recompute: str) -> None:
     check(run(2, "qwen3", layout=layout(tp=2, sp=True), recompute=recompute))
 
 
+@pytest.mark.slow  # the parity command has this control as well
 def test_a_missing_mark_shows() -> None:
     """Negative control: without megatron's mark a norm's gradient stays that of a share of the tokens."""
 

@@ -48,6 +48,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow  # each loss alone; test_padding.py has both, against a naive loop
 @pytest.mark.parametrize("options", [AUX, Z], ids=["aux", "z"])
 def test_losses_of_routers_are_the_same_in_every_layout(options: MoEOptions) -> None:
     reference("qwen3_moe")

@@ -71,13 +71,13 @@ def test_experts_refused(sizes: dict[str, Any], world_size: int, message: str) -
         check_layout(MegatronLayout(**sizes), config("qwen3_moe"), world_size)
 
 
-def test_three_key_value_heads_on_four_ranks() -> None:
+def test_c05_three_key_value_heads_on_four_ranks() -> None:
     changed = config(num_attention_heads=12, num_key_value_heads=3)
     with pytest.raises(ValueError, match="tensor_parallel_size 4 neither divides the model's 3 key-value heads"):
         check_layout(MegatronLayout(tensor_parallel_size=4), changed, 4)
 
 
-def test_ulysses_with_forty_heads_and_eight_key_value_heads() -> None:
+def test_c05_ulysses_with_forty_heads_and_eight_key_value_heads() -> None:
     changed = config(num_attention_heads=40, num_key_value_heads=8)
     for size in (1, 2, 4, 8, 40):
         check_layout(MegatronLayout(context_parallel_size=size, context_parallel_attention="ulysses"), changed, size)

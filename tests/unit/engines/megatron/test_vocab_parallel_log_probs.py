@@ -87,8 +87,8 @@ def test_shards_are_the_whole_softmax(world_size: int, per_rank: int, temperatur
     assert bool((weight[VOCAB:] == 0).all()), "padding has a gradient"
 
 
-def test_padded_columns_have_no_probability() -> None:
-    """E10: five tokens in a model of eight, whose padded logits are the largest."""
+def test_e10_padded_columns_have_no_probability() -> None:
+    """Five tokens in a model of eight, whose padded logits are the largest."""
     weight = torch.tensor([0.0] * 5 + [9.0] * 3)[:, None]
     for label in range(5):
         found, entropy = vocab_parallel_log_probs(
