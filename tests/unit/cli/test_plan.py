@@ -138,6 +138,24 @@ def test_an_adapter_is_counted_and_needs_no_second_model(capsys: pytest.CaptureF
     assert "algorithm.lora: " in _refusal(capsys, folder, lora[0], "+algorithm.lora.target_modules=[lm_head]")
 
 
+def test_a_critic_and_traffic_under_megatron(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    layout = ["strategy=megatron_rl", "strategy.tensor_parallel_size=1", "strategy.pipeline_parallel_size=2"]
+    actor = _plan(capsys, folder, *layout)
+    both = _plan(capsys, folder, "experiment=ppo-tiny-1n1r-auto", *layout)
+    memory = both["memory_per_rank"]
+    # fp32 parameters, their buffer of gradients, two moments
+    assert memory["critic_gradients"] == memory["critic_parameters"] == memory["critic_optimizer_state"] // 2
+    assert 0 < memory["critic_parameters"] <= memory["parameters"]
+    assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
+    traffic = actor["communication_per_rl_step"]
+    # 16 rollouts on the one data-parallel rank, states of 64 fp32 numbers, from the stage before
+    assert traffic["pipeline"] == 16 * (PROMPT_TOKENS + 8) * 64 * 4
+    assert traffic["tensor"] == traffic["context"] == traffic["expert"] == traffic["gradients"] == 0
+    assert any(f"rollouts of {PROMPT_TOKENS + 8} tokens" in note for note in actor["notes"])
+    # the critic is trained on as many tokens, and scores them once before
+    assert both["communication_per_rl_step"]["pipeline"] == 3 * traffic["pipeline"]
+
+
 def test_shared_prompts_are_counted(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     plan = _plan(capsys, folder, "strategy.share_prompts=true")
     # 8 responses to 2 prompts on a rank
