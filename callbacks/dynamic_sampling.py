@@ -75,6 +75,7 @@ def fill_step(
     group: dist.ProcessGroup | None,
     num_replicas: int,
     device: torch.device,
+    stand_by: Callable[[], None] = lambda: None,
 ) -> FilledStep:
     """Samples, leaves out groups without signal, and refills until the step is full or the limit is reached.
 
@@ -90,6 +91,7 @@ def fill_step(
         group: the data-parallel group.
         num_replicas: its size.
         device: where collectives take their tensors.
+        stand_by: called in a round in which this rank has no prompts; others may sample with its help.
 
     Raises:
         RuntimeError: at the limit with ``at_limit="error"``, on every rank.
@@ -105,6 +107,8 @@ def fill_step(
             rollouts = sample(prompts)
             parts.append((prompts, rollouts))
             own = list(zip(prompts.uids, _signals(prompts, rollouts, mask_truncated), strict=True))
+        else:
+            stand_by()
         found = _over_ranks(own, group=group, num_replicas=num_replicas, device=device)
         kept += [uid for uid, signal in found if signal]
         dropped += [uid for uid, signal in found if not signal]

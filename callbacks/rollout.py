@@ -236,17 +236,24 @@ class RolloutCallback(RLCallback):
                 module.score,
                 group=module.actor.model_parallel_group,
                 device=module.actor.device,
+                session=engine.session,
             )
+
+        def stand_by() -> None:
+            with engine.session():
+                pass
 
         with module.timed("rollout"):
             if dynamic is None:
                 batch.rollouts = sample(batch)
             else:
-                self._fill_with_signal(trainer, module, batch, sample, dynamic)
+                self._fill_with_signal(trainer, module, batch, sample, dynamic, stand_by)
             if episodes is not None:
                 note_episodes(episodes.take_counts(), module)
             if sampling is self.sampling and module.needs_baselines:
-                add_baselines(batch, lambda prompts: sample(prompts, self.eval_sampling), module.score)
+                add_baselines(
+                    batch, lambda prompts: sample(prompts, self.eval_sampling), module.score, stand_by=stand_by
+                )
                 if episodes is not None:
                     episodes.take_counts()  # those of the baselines are no part of the next step's
 
@@ -257,6 +264,7 @@ class RolloutCallback(RLCallback):
         batch: PromptBatch,
         sample: Callable[[PromptBatch], Rollouts],
         settings: DynamicSampling,
+        stand_by: Callable[[], None],
     ) -> None:
         """Puts scored groups with a signal into the batch, whose prompts become theirs. Collective."""
 
@@ -274,6 +282,7 @@ class RolloutCallback(RLCallback):
             group=module.actor.data_parallel_group,
             num_replicas=module.actor.data_parallel_size,
             device=module.actor.device,
+            stand_by=stand_by,
         )
         batch.uids, batch.prompt_token_ids = step.prompts.uids, step.prompts.prompt_token_ids
         batch.prompts, batch.metadata = step.prompts.prompts, step.prompts.metadata

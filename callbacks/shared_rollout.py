@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ def generate_in_shares(
     *,
     group: dist.ProcessGroup | None,
     device: torch.device,
+    session: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Rollouts:
     """Has each rank of a model-parallel group generate and score a contiguous share of the prompts. Collective.
 
@@ -45,6 +47,8 @@ def generate_in_shares(
         score: puts ``rewards`` into rollouts.
         group: the ranks; None: this one alone.
         device: where collectives take their tensors.
+        session: of the rollout engine, which every rank enters, with a share or without: ranks of this and of other
+            groups may share its model.
 
     Returns:
         The rollouts of all prompts, in the prompts' order; from a group with rewards, and identical on all its ranks.
@@ -53,7 +57,8 @@ def generate_in_shares(
         RuntimeError: on every rank, if they did not hold the same prompts, or do not end with the same rollouts.
     """
     if group is None or dist.get_world_size(group) == 1:
-        return generate(batch)
+        with session():
+            return generate(batch)
     prompts = json.dumps([batch.uids, batch.prompts, batch.prompt_token_ids]).encode()
     if not equal_on_all_ranks(_digest(prompts), group=group, device=device):
         raise RuntimeError(
@@ -63,8 +68,9 @@ def generate_in_shares(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     share = _prompts_of(batch, slice(rank * len(batch) // size, (rank + 1) * len(batch) // size))
     payload = b""
-    if len(share):
-        own = generate(share)
+    with session():
+        own = generate(share) if len(share) else None
+    if own is not None:
         score(own)
         payload = pack(own)
     parts = [unpack(part, batch) for part in all_gather_bytes(payload, group=group, device=device) if part]

@@ -16,6 +16,7 @@ from lightning_rlhf.callbacks.greedy_baseline import add_baselines
 from lightning_rlhf.callbacks.on_policy import as_on_policy
 from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.callbacks.served_rollout import ServerSettings, build_served_engine
+from lightning_rlhf.callbacks.vllm_layout import check_vllm_layout
 from lightning_rlhf.contracts.environment import EnvironmentFactory
 from lightning_rlhf.contracts.rollout import Guide, RolloutEngine
 from lightning_rlhf.modules.on_policy import OnPolicyModule
@@ -26,10 +27,13 @@ from lightning_rlhf.types import PromptBatch
 class VLLMRollout(RolloutCallback):
     """Samples with vLLM: one engine inside each training process, or replicas in processes of their own.
 
+    Colocated engines of neighbouring training processes can share one model (``tensor_parallel_size``). Whatever the
+    strategy makes of these processes, they then sample all their prompts together, and each gets its own back.
+
     Args:
         mode: ``"colocated"``, in each training process, or ``"server"``: replicas, which the first rank starts.
         replicas: with ``"server"``, how many.
-        tensor_parallel_size: devices that share one replica's model.
+        tensor_parallel_size: devices that share one replica's model; colocated, training processes of one node.
         devices: CUDA devices of each replica, one list for each.
         urls: replicas that run already, instead of starting some.
         token: that those ask for.
@@ -110,11 +114,15 @@ class VLLMRollout(RolloutCallback):
             **(server or {}),
         )
         self.ahead = AsyncSettings(max_staleness=max_staleness, over_sampling=over_sampling)
-        if mode == "colocated" and (self.server != ServerSettings() or self.ahead.needs_window):
+        colocated = ServerSettings(tensor_parallel_size=tensor_parallel_size)
+        if mode == "colocated" and (self.server != colocated or self.ahead.needs_window):
             raise ValueError(
-                "replicas=, tensor_parallel_size=, devices=, urls=, token=, in_flight=, max_staleness=, over_sampling= "
-                "and server= are about mode='server'; a colocated engine runs in each training process, on its device."
+                "replicas=, devices=, urls=, token=, in_flight=, max_staleness=, over_sampling= and server= are about "
+                "VLLMRollout(mode='server'); a colocated engine runs in each training process, on its device, and "
+                "neither samples beside training nor stops between two tokens."
             )
+        if twice := sorted({"tensor_parallel_size", "distributed_executor_backend"} & set(engine_kwargs or {})):
+            raise ValueError(f"engine_kwargs may not hold {twice}: VLLMRollout(tensor_parallel_size=) decides it.")
         if environment is not None and self.ahead.needs_window:
             raise ValueError(
                 "Rollouts with an environment= take their turns together, and do not run ahead of training: use "
@@ -127,6 +135,17 @@ class VLLMRollout(RolloutCallback):
         self.max_num_seqs = max_num_seqs
         self.kv_cache_bytes = kv_cache_bytes
         self.engine_kwargs = dict(engine_kwargs or {})
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.mode == "colocated" and self.server.tensor_parallel_size > 1:
+            check_vllm_layout(
+                self.server.tensor_parallel_size,
+                num_nodes=trainer.num_nodes,
+                processes_per_node=trainer.num_devices,
+                model=as_on_policy(pl_module, callback=self).actor_config.model,
+            )
 
     @override
     def on_train_batch_start(
@@ -204,4 +223,11 @@ class VLLMRollout(RolloutCallback):
             return build_served_engine(self.server, trainer, model_directory, replica=arguments)
         from lightning_rlhf.rollout.vllm import VLLMEngine
 
-        return VLLMEngine(model_directory, replica_index=trainer.global_rank, **arguments)
+        sharers = self.server.tensor_parallel_size
+        return VLLMEngine(
+            model_directory,
+            replica_index=trainer.global_rank // sharers,
+            tensor_parallel_size=sharers,
+            local_rank=trainer.strategy.root_device.index or 0,
+            **arguments,
+        )

@@ -11,6 +11,8 @@ from typing import Any
 from omegaconf import ListConfig
 from transformers import PretrainedConfig
 
+from lightning_rlhf.callbacks.vllm_layout import check_heads as check_heads_of_vllm
+from lightning_rlhf.callbacks.vllm_layout import check_processes
 from lightning_rlhf.cli.architectures import model_config
 from lightning_rlhf.engines.megatron.layout import MegatronLayout, check_layout, check_world
 from lightning_rlhf.strategies.mesh import resolve_sizes
@@ -72,7 +74,7 @@ def _megatron_sizes(layout: MegatronLayout, processes: int) -> dict[str, int]:
 
 
 def layout_problems(values: Mapping[str, Any], model: str) -> list[str]:
-    """One line for each thing that cannot work: sizes against processes, and sequence ranks against heads.
+    """One line for each thing that cannot work: sizes against processes, and against the model's heads.
 
     Args:
         values: as for ``world_size``.
@@ -89,7 +91,25 @@ def layout_problems(values: Mapping[str, Any], model: str) -> list[str]:
                 check_layout(megatron_layout(values), config, processes)
     except ValueError as error:
         return [f"strategy: {error}"]
-    return [] if sizes.get("sp", 1) == 1 else _head_problems(sizes["sp"], model)
+    heads = [] if sizes.get("sp", 1) == 1 else _head_problems(sizes["sp"], model)
+    return heads + _rollout_problems(values, model, processes)
+
+
+def _rollout_problems(values: Mapping[str, Any], model: str, processes: int) -> list[str]:
+    """Of a vLLM model that training processes share."""
+    sharers, nodes = int(values.get("rollout.tensor_parallel_size", 1)), int(values.get("trainer.num_nodes", 1))
+    if values.get("rollout.mode") != "colocated" or sharers == 1:
+        return []
+    numbers = _numbers(model)
+    num_heads = numbers.get("num_attention_heads")
+    try:
+        check_processes(sharers, num_nodes=nodes, processes_per_node=processes // nodes)
+        if isinstance(num_heads, int):
+            num_kv_heads = numbers.get("num_key_value_heads") or num_heads
+            check_heads_of_vllm(sharers, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    except ValueError as error:
+        return [f"rollout.tensor_parallel_size: {error}"]
+    return []
 
 
 def _text_config(model: str) -> PretrainedConfig | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +92,21 @@ def request_seed(base_seed: int, *, rl_step: int, uid: str, sample_index: int) -
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorRows:
+    """A rank's part of a tensor that is cut over ranks along its first dimension.
+
+    Attributes:
+        rows: ``[n, ...]``, the rank's own.
+        first: number of the first of them in the whole tensor.
+        num_rows: of the whole tensor.
+    """
+
+    rows: Tensor
+    first: int
+    num_rows: int
+
+
 class RolloutEngine(ABC):
     """Samples responses; holds a copy of the policy's weights with a version.
 
@@ -116,6 +132,15 @@ class RolloutEngine(ABC):
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """Log-prob of each id given those before it, under the engine's weights; 0 for a sequence's first id."""
 
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """What a rank does between two points that all ranks reach: any number of `generate` calls, none among them.
+
+        Ranks that share one engine's model compute together, so one that has nothing left to ask works on for the
+        others until the last of them is done. Collective over these; an engine of one rank has nothing to wait for.
+        """
+        yield
+
     @abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces the weights in place, by Hugging Face name. Does not set the version: the manager does."""
@@ -123,6 +148,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The engine's own copy of the named tensors, for those it holds under that name and layout; others absent."""
+
+    def read_rows(self, names: Sequence[str]) -> dict[str, TensorRows]:
+        """Copies of the engine's own rows of the named tensors, for those that are cut over several ranks' engines."""
+        return {}
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:

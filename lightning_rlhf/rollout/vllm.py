@@ -1,4 +1,4 @@
-"""vLLM inside the trainer's process: one engine per rank, weights replaced in place."""
+"""vLLM inside the trainer's process: one engine per rank, weights replaced in place, its model whole or shared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig, request_seed
+from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig, TensorRows, request_seed
 from lightning_rlhf.rng import preserved_rng
 from lightning_rlhf.rollout.gate import SamplingGate
 from lightning_rlhf.rollout.model_directory import ModelDirectory
@@ -25,13 +25,20 @@ from lightning_rlhf.rollout.responses import (
     to_sequence,
 )
 from lightning_rlhf.rollout.vllm_build import build_llm_engine, engine_arguments, length_with_room_to_score
+from lightning_rlhf.rollout.vllm_group import (
+    Ask,
+    build_group_engine,
+    check_group_size,
+    group_of_engine,
+    read_own_rows,
+)
 from lightning_rlhf.rollout.vllm_process import (
     default_group,
     fenced_process,
     guarded_groups,
     import_vllm,
 )
-from lightning_rlhf.rollout.vllm_request import VLLMRequest, build_sampling_params, refusals_named, sampling_arguments
+from lightning_rlhf.rollout.vllm_request import VLLMRequest, refusals_named, sampling_arguments
 from lightning_rlhf.rollout.vllm_weights import load_in_place, read_own
 from lightning_rlhf.types import PromptBatch, Rollouts
 
@@ -39,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class VLLMEngine(RolloutEngine):
-    """One vLLM engine in this process, on one device.
+    """One vLLM engine in this process, on one device, with the whole model or a share of it.
 
     Ranks of a process group each build their own, all at the same time: vLLM makes subgroups of the default group.
     Build it after the strategy has set that group up. A process holds one engine at a time; shut it down before
@@ -57,6 +64,9 @@ class VLLMEngine(RolloutEngine):
         logprobs_mode: ``processed_logprobs`` are those that a token is drawn from, at the sampling temperature.
         seed: base of the engine's own seed. Requests carry their own (`request_seed`), so it decides no sample.
         replica_index: which engine of the run this is; added to the seed, so that engine seeds differ.
+        tensor_parallel_size: neighbouring ranks of the default process group that share the model (`vllm_group`): they
+            have one replica index, `generate` and `score` are collective over them, and `session` bounds a rollout.
+        local_rank: number of this rank's device, where ranks share the model.
         engine_kwargs: more of vLLM's ``EngineArgs``; it refuses unknown ones.
 
     Attributes:
@@ -83,6 +93,8 @@ class VLLMEngine(RolloutEngine):
         logprobs_mode: str = "processed_logprobs",
         seed: int = 0,
         replica_index: int = 0,
+        tensor_parallel_size: int = 1,
+        local_rank: int = 0,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         other = VLLMEngine._living() if VLLMEngine._living is not None else None
@@ -110,10 +122,18 @@ class VLLMEngine(RolloutEngine):
             seed=self.engine_seed,
             engine_kwargs=engine_kwargs,
         )
+        shared = tensor_parallel_size > 1
+        if shared:
+            check_group_size(tensor_parallel_size, engine_kwargs=engine_kwargs or {})
         with fenced_process():
             import_vllm()
-            self._vllm: Any = build_llm_engine(arguments)
+            self._vllm: Any = (
+                build_group_engine(arguments, tensor_parallel_size=tensor_parallel_size, local_rank=local_rank)
+                if shared
+                else build_llm_engine(arguments)
+            )
             built_in = default_group()
+        self._group = group_of_engine() if shared else None
         # If the engine is dropped without shutdown(), vLLM's own finalizer would take the default group with it.
         self._finalizer = weakref.finalize(self, _shut_down, self._vllm, built_in)
         VLLMEngine._living = weakref.ref(self)
@@ -124,7 +144,7 @@ class VLLMEngine(RolloutEngine):
         With top-p, top-k or min-p the log-probs are those of the distribution that is left, as sampled. Greedy
         log-probs (temperature 0) are those at temperature 1.
         """
-        rows: list[tuple[int, int, VLLMRequest | None]] = []
+        rows: list[tuple[int, int, Ask | None]] = []
         with self._gate.requests(self.weight_version) as version:
             for index, prompt in enumerate(prompts.prompt_token_ids):
                 budget = response_budget(
@@ -133,28 +153,54 @@ class VLLMEngine(RolloutEngine):
                 self.counters.skipped_prompts += budget == 0
                 for sample in range(sampling.n):
                     seed = request_seed(sampling.seed, rl_step=rl_step, uid=prompts.uids[index], sample_index=sample)
-                    request = self._request(prompt, sampling, seed=seed, budget=budget) if budget else None
-                    rows.append((index, sample, request))
-            self._sample([request for _, _, request in rows if request is not None])
+                    ask = self._ask(prompt, sampling, seed=seed, budget=budget) if budget else None
+                    rows.append((index, sample, ask))
+            requests = iter(self._answer([ask for _, _, ask in rows if ask is not None]))
             sequences = [
                 to_sequence(
                     prompts,
                     index,
                     sample_index=sample,
-                    response=None if request is None else self._cut(request, sampling),
+                    response=None if ask is None else self._cut(next(requests), sampling),
                     policy_version=version,
                     vocab_size=self.directory.vocab_size,
                     decode=self.directory.decode,
                     counters=self.counters,
                 )
-                for index, sample, request in rows
+                for index, sample, ask in rows
             ]
         return Rollouts.from_sequences(sequences, temperature=sampling.temperature or 1.0)
 
-    def _request(self, prompt: Sequence[int], sampling: SamplingConfig, *, seed: int, budget: int) -> VLLMRequest:
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """See `RolloutEngine.session`.
+
+        Raises:
+            RuntimeError: on all ranks that share the model, if one of them fails within it.
+        """
+        if self._group is None:
+            yield
+            return
+        with self._group.session(version=self._version_in_use, sample=self._sample_for_others):
+            yield
+
+    def _sample_for_others(self, requests: Sequence[VLLMRequest], logits_temperature: float) -> None:
+        with self._gate.requests(self.weight_version):
+            self._sample(requests, logits_temperature)
+
+    def _answer(self, asks: Sequence[Ask], *, logits_temperature: float = 1.0) -> list[VLLMRequest]:
+        """What was asked for, with its answers, in order."""
+        if self._group is None:
+            requests = [ask.request(f"request-{next(self._serial)}") for ask in asks]
+            self._sample(requests, logits_temperature)
+            return requests
+        return self._group.answer(
+            asks, version=self._version_in_use(), logits_temperature=logits_temperature, sample=self._sample
+        )
+
+    def _ask(self, prompt: Sequence[int], sampling: SamplingConfig, *, seed: int, budget: int) -> Ask:
         arguments = sampling_arguments(sampling, seed=seed, budget=budget, end_token_ids=self._ends(sampling))
-        params = build_sampling_params(arguments)
-        return VLLMRequest(request_id=f"request-{next(self._serial)}", prompt=list(prompt), params=params)
+        return Ask(prompt=list(prompt), arguments=arguments)
 
     def _ends(self, sampling: SamplingConfig) -> set[int]:
         return set(self.directory.end_token_ids) | set(sampling.stop_token_ids)
@@ -167,11 +213,11 @@ class VLLMEngine(RolloutEngine):
             stop_token_ids=self._ends(sampling),
         )
 
-    def _sample(self, requests: Sequence[VLLMRequest]) -> None:
+    def _sample(self, requests: Sequence[VLLMRequest], logits_temperature: float = 1.0) -> None:
         """Steps vLLM until all requests are done or aborted; what an exception leaves behind is aborted as well."""
         waiting = {request.request_id: request for request in requests}
         try:
-            with preserved_rng():
+            with preserved_rng(), self._logits_divided_by(logits_temperature):
                 for request in requests:
                     with refusals_named():
                         self._vllm.add_request(request.request_id, {"prompt_token_ids": request.prompt}, request.params)
@@ -199,22 +245,16 @@ class VLLMEngine(RolloutEngine):
         Raises:
             ValueError: if a sequence is empty, or longer than the engine takes.
         """
-        from vllm import SamplingParams
-
         longest = length_with_room_to_score(self.directory, self.max_model_len) - 1
         for ids in token_ids:
             if not 0 < len(ids) <= longest:
                 raise ValueError(f"Cannot score {len(ids)} ids: this engine takes 1 to {longest} in one sequence.")
-        requests = [
-            VLLMRequest(
-                request_id=f"request-{next(self._serial)}",
-                prompt=list(ids),
-                params=SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False),
-            )
-            for ids in token_ids
-        ]
-        with self._gate.requests(self.weight_version), self._logits_divided_by(temperature):
-            self._sample(requests)
+        if temperature <= 0:
+            raise ValueError(f"score needs a temperature above 0, got {temperature}.")
+        arguments = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        asks = [Ask(prompt=list(ids), arguments=arguments) for ids in token_ids]
+        with self._gate.requests(self.weight_version):
+            requests = self._answer(asks, logits_temperature=temperature)
         return [request.prompt_log_probs() for request in requests]
 
     @contextmanager
@@ -223,8 +263,6 @@ class VLLMEngine(RolloutEngine):
         if temperature == 1:
             yield
             return
-        if temperature <= 0:
-            raise ValueError(f"score needs a temperature above 0, got {temperature}.")
         model = self._on_worker(lambda worker: worker.model_runner.model)
         compute_logits = model.compute_logits
         model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs).float() / temperature
@@ -264,6 +302,12 @@ class VLLMEngine(RolloutEngine):
         """Copies of what vLLM holds under these names and layouts; on CPU norms, embedding and head (`read_own`)."""
         return self._on_worker(lambda worker: read_own(worker.model_runner.model, names, self._names))
 
+    def read_rows(self, names: Sequence[str]) -> dict[str, TensorRows]:
+        """This rank's rows of embedding and head, where ranks share the model."""
+        if self._group is None:
+            return {}
+        return self._on_worker(lambda worker: read_own_rows(worker.model_runner.model, names, self._names))
+
     def reset_prefix_cache(self) -> None:
         """Forgets all keys and values; requests that wait in a pause compute theirs again.
 
@@ -274,12 +318,30 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("vLLM did not reset its prefix cache: some blocks are in use.")
 
     def abort(self) -> None:
-        """Ends the requests in flight between two tokens; from another thread than ``generate``'s."""
+        """Ends the requests in flight between two tokens; from another thread than ``generate``'s.
+
+        Raises:
+            RuntimeError: if other ranks compute them, too: see `pause`.
+        """
+        self._refuse_to_stop_alone("abort")
         self._gate.abort()
 
     def pause(self) -> None:
-        """Stops sampling between two tokens; returns when no token is being computed."""
+        """Stops sampling between two tokens; returns when no token is being computed.
+
+        Raises:
+            RuntimeError: if other ranks compute the requests in flight, too: they would not stop at the same token.
+        """
+        self._refuse_to_stop_alone("pause")
         self._gate.pause()
+
+    def _refuse_to_stop_alone(self, what: str) -> None:
+        if self._group is not None and self._gate.in_flight:
+            raise RuntimeError(
+                f"{what}() while {self._group.size} ranks compute the same requests in step: they would stop at "
+                f"different tokens. Wait for generate, or use VLLMRollout(mode='server', tensor_parallel_size="
+                f"{self._group.size}), whose replicas stop as one."
+            )
 
     def resume(self) -> None:
         """Goes on."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.contracts.engine import BaseEngine
+from lightning_rlhf.contracts.rollout import TensorRows
 from lightning_rlhf.types import Experience
 
 SAMPLED_ELEMENTS = 64
@@ -40,9 +41,21 @@ class SentSamples:
 def sample_elements(tensor: Tensor) -> Tensor:
     """A copy of up to ``SAMPLED_ELEMENTS`` elements at fixed, evenly spaced places, on the host."""
     flat = tensor.detach().reshape(-1)
-    count = min(SAMPLED_ELEMENTS, flat.numel())
-    places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).round().long()
-    return flat[places.to(flat.device)].cpu()
+    return flat[_places(flat.numel()).to(flat.device)].cpu()
+
+
+def sample_rows(part: TensorRows) -> tuple[Tensor, int]:
+    """Those of the whole tensor's sampled elements that lie in a rank's rows, and the number of the first of them."""
+    row = part.rows[0].numel()
+    places = _places(part.num_rows * row) - part.first * row
+    own = (places >= 0) & (places < part.rows.numel())
+    flat = part.rows.detach().reshape(-1)
+    return flat[places[own].to(flat.device)].cpu(), int((places < 0).sum())
+
+
+def _places(num_elements: int) -> Tensor:
+    count = min(SAMPLED_ELEMENTS, num_elements)
+    return torch.linspace(0, num_elements - 1, count, dtype=torch.float64).round().long()
 
 
 def names_to_read(sent: Mapping[str, Tensor], *, version: int) -> list[str]:
@@ -58,8 +71,16 @@ def names_to_read(sent: Mapping[str, Tensor], *, version: int) -> list[str]:
     return [names[(start + offset) % len(names)] for offset in range(min(TENSORS_READ_BACK, len(names)))]
 
 
-def check_read_back(sent: Mapping[str, Tensor], held: Mapping[str, Tensor], *, version: int, where: str) -> int:
+def check_read_back(
+    sent: Mapping[str, Tensor], held: Mapping[str, tuple[Tensor, int]], *, version: int, where: str
+) -> int:
     """Compares samples of what was sent with samples of what an engine holds, in the engine's dtype.
+
+    Args:
+        sent: samples by name.
+        held: by name those that the engine has, one after the other, and the number of the first.
+        version: for the message.
+        where: for the message.
 
     Returns:
         How many tensors were compared.
@@ -67,8 +88,8 @@ def check_read_back(sent: Mapping[str, Tensor], held: Mapping[str, Tensor], *, v
     Raises:
         RuntimeError: naming the first tensor that differs.
     """
-    for name, actual in held.items():
-        expected = sent[name].to(actual.dtype).reshape(-1)
+    for name, (actual, first) in held.items():
+        expected = sent[name][first : first + actual.numel()].to(actual.dtype).reshape(-1)
         if not torch.equal(expected, actual):
             worst = (expected.float() - actual.float()).abs().max().item()
             raise RuntimeError(

@@ -20,7 +20,7 @@ from lightning_rlhf.contracts.rollout import RolloutEngine
 from lightning_rlhf.weights.buckets import DTYPES
 from lightning_rlhf.weights.channel import Channel, Hub, PeerError, join_hub
 from lightning_rlhf.weights.checksum import as_bytes
-from lightning_rlhf.weights.receipt import sample_elements
+from lightning_rlhf.weights.receipt import sample_elements, sample_rows
 
 DAY = 24 * 3600.0
 
@@ -50,8 +50,11 @@ class ReplicaServant:
         elif verb == "refresh":
             rollout.reset_prefix_cache()
         elif verb == "read":
-            held = rollout.read_weights(list(arguments["names"]))
-            return {"samples": {name: pack_sample(sample_elements(tensor)) for name, tensor in held.items()}}
+            names = list(arguments["names"])
+            samples = {name: (sample_elements(tensor), 0) for name, tensor in rollout.read_weights(names).items()}
+            rows = {name: sample_rows(part) for name, part in rollout.read_rows(names).items()}
+            samples |= {name: (values, first) for name, (values, first) in rows.items() if len(values)}
+            return {"samples": {name: pack_sample(values, first=first) for name, (values, first) in samples.items()}}
         elif verb == "serve":
             rollout.wake_up(["kv_cache"])
             rollout.resume()
@@ -112,16 +115,16 @@ class ReplicaServant:
             self._own = None
 
 
-def pack_sample(sample: Tensor) -> dict[str, str]:
-    """A small tensor as JSON values."""
+def pack_sample(sample: Tensor, *, first: int = 0) -> dict[str, str | int]:
+    """A small tensor as JSON values, with the number of its first element among a tensor's samples."""
     content = bytes(as_bytes(sample).tolist())
-    return {"dtype": str(sample.dtype).removeprefix("torch."), "bytes": content.hex()}
+    return {"dtype": str(sample.dtype).removeprefix("torch."), "bytes": content.hex(), "first": first}
 
 
-def unpack_sample(values: Mapping[str, str]) -> Tensor:
+def unpack_sample(values: Mapping[str, str | int]) -> tuple[Tensor, int]:
     """What `pack_sample` was given, flat."""
-    content = torch.tensor(list(bytes.fromhex(values["bytes"])), dtype=torch.uint8)
-    return content.view(DTYPES[values["dtype"]])
+    content = torch.tensor(list(bytes.fromhex(str(values["bytes"]))), dtype=torch.uint8)
+    return content.view(DTYPES[str(values["dtype"])]), int(values["first"])
 
 
 class LocalReplica(Replica):

@@ -1,4 +1,4 @@
-"""Dynamic sampling and greedy baselines with the real vLLM: two ranks fill the step that one process fills."""
+"""Dynamic sampling and greedy baselines with the real vLLM: two ranks, also of one vLLM, fill a step as one does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from support.fork import run_distributed
 from support.tiny import write_tiny_model
 from support.toy import Recorder, toy_data, toy_module, toy_trainer
+from support.vllm_imports import vllm_is_imported  # noqa: F401 (a fixture)
 
 from lightning_rlhf.callbacks import DynamicSampling, VLLMRollout
 
@@ -19,7 +20,7 @@ def _reward(prompts: list[str], responses: list[str], metadata: list[dict[str, A
     return [0.0 if flat else sum(map(ord, text)) / 1e3 for text, flat in zip(responses, even, strict=True)]
 
 
-def _fit(root: Path, model: Path, strategy: str, devices: int) -> list[dict[str, Any]]:
+def _fit(root: Path, model: Path, strategy: str, devices: int, tensor_parallel_size: int = 1) -> list[dict[str, Any]]:
     recorder = Recorder()
     rollout = VLLMRollout(
         num_rollouts=4,
@@ -27,6 +28,7 @@ def _fit(root: Path, model: Path, strategy: str, devices: int) -> list[dict[str,
         max_model_len=64,
         max_num_seqs=16,
         kv_cache_bytes=16 << 20,
+        tensor_parallel_size=tensor_parallel_size,
         dynamic_sampling=DynamicSampling(),
     )
     trainer = toy_trainer(root, callbacks=[recorder], rollout=rollout, strategy=strategy, devices=devices)
@@ -34,11 +36,12 @@ def _fit(root: Path, model: Path, strategy: str, devices: int) -> list[dict[str,
     return recorder.steps
 
 
-def test_two_ranks_fill_the_step_that_one_process_fills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_two_ranks_fill_the_step_that_one_process_fills(tmp_path: Path, tensor_parallel_size: int) -> None:
     model = write_tiny_model(tmp_path / "model", family="llama")
     (plain,), ranks = (
-        run_distributed(_fit, size, tmp_path, model, name, size, init_process_group=False, timeout=240.0)
-        for name, size in (("auto", 1), ("fsdp2_rl", 2))
+        run_distributed(_fit, size, tmp_path, model, name, size, share, init_process_group=False, timeout=240.0)
+        for name, size, share in (("auto", 1, 1), ("fsdp2_rl", 2, tensor_parallel_size))
     )
     for index, step in enumerate(plain):
         assert sorted(uid for rank in ranks for uid in rank[index]["uids"]) == sorted(step["uids"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,26 @@ def _model(folder: Path, heads: int, kv_heads: int | None) -> str:
     numbers = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     (folder / "config.json").write_text(json.dumps(numbers))
     return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("sharers", "devices", "heads", "message"),
+    [
+        (2, 3, (4, 2), "rollout.tensor_parallel_size: .*size=2.* 3 process"),
+        (4, 4, (6, 2), "rollout.tensor_parallel_size: .*size=4.* 6 attention heads"),
+        (4, 4, (8, 3), "rollout.tensor_parallel_size: .* 3 key-value heads"),
+        (4, 4, (8, 2), None),
+    ],
+)
+def test_processes_that_share_vllms_model(
+    tmp_path: Path, sharers: int, devices: int, heads: tuple[int, int], message: str | None
+) -> None:
+    values = _values(devices, dp_shard="auto") | {"rollout.mode": "colocated", "rollout.tensor_parallel_size": sharers}
+    found = layout_problems(values, _model(tmp_path, *heads))
+    assert len(found) == (message is not None)
+    if message is not None:
+        assert re.search(message, found[0])
+    assert not layout_problems({**values, "rollout.mode": "server"}, _model(tmp_path, *heads))
 
 
 def test_the_world_is_devices_times_nodes() -> None:

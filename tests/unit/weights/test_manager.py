@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
 from lightning_rlhf.contracts.engine import BaseEngine
-from lightning_rlhf.contracts.rollout import RolloutEngine
+from lightning_rlhf.contracts.rollout import RolloutEngine, TensorRows
 from lightning_rlhf.types import Experience, ModelOutputs
 from lightning_rlhf.weights import CheckpointEngineManager, NaiveCheckpointEngine
-from lightning_rlhf.weights.receipt import sample_elements
+from lightning_rlhf.weights.receipt import check_read_back, sample_elements, sample_rows
 
 EVENTS: list[str] = []
 
@@ -174,6 +174,21 @@ def test_samples_cover_a_tensor_from_end_to_end() -> None:
     assert (len(samples), samples[0], samples[-1]) == (64, 0.0, 999.0)
     assert sample_elements(torch.tensor(3.0)).tolist() == [3.0]
     assert sample_elements(torch.zeros(0, 5)).tolist() == []
+
+
+def test_the_rows_of_each_rank_have_their_part_of_the_samples() -> None:
+    whole = torch.arange(1000.0).reshape(250, 4)
+    samples = sample_elements(whole)
+    for first, end in ((0, 100), (100, 250)):
+        values, place = sample_rows(TensorRows(rows=whole[first:end], first=first, num_rows=250))
+        own = [value for value in samples.tolist() if 4 * first <= value < 4 * end]
+        assert values.tolist() == own
+        assert samples[place].item() == own[0]
+        assert check_read_back({"w": samples}, {"w": (values, place)}, version=1, where="here") == 1
+        with pytest.raises(RuntimeError, match=r"w in the rollout engine .* by up to 0.5"):
+            check_read_back({"w": samples}, {"w": (values + 0.5, place)}, version=1, where="here")
+    between = TensorRows(rows=whole[1:3], first=1, num_rows=250)  # elements 4 to 11; sampled are 0, 16, 32, ...
+    assert sample_rows(between)[0].tolist() == []
 
 
 def test_unknown_checkpoint_engines_are_refused_with_those_there_are() -> None:
