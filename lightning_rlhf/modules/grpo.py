@@ -75,6 +75,8 @@ class GRPO(ClippedPolicyModule):
         max_grad_norm: global gradient norm above which gradients are scaled down; None never.
         gradient_checkpointing: recompute activations in the backward.
         logits_chunk_size: tokens whose logits are held at a time.
+        share_prompts: compute what rollouts of a prompt begin with once, see ``EngineConfig``; on strategies of this
+            package their own ``share_prompts`` does the same.
         lora: a ``LoRAConfig`` or ``peft.LoraConfig``; the parameters stay frozen and a low-rank adapter trains, the
             reference is the model without it, and exports are merged. None trains the parameters.
         skip_zero_advantages: leave rows whose advantages are all zero, such as groups with equal rewards, out of the
@@ -130,6 +132,7 @@ class GRPO(ClippedPolicyModule):
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool = False,
         logits_chunk_size: int = 512,
+        share_prompts: bool = False,
         lora: object | None = None,
         skip_zero_advantages: bool = False,
         mask_truncated: bool = False,
@@ -188,6 +191,7 @@ class GRPO(ClippedPolicyModule):
             max_grad_norm=max_grad_norm,
             gradient_checkpointing=gradient_checkpointing,
             logits_chunk_size=logits_chunk_size,
+            share_prompts=share_prompts,
             lora=lora,
             mask_truncated=mask_truncated,
             max_rl_steps=max_rl_steps,

@@ -58,6 +58,7 @@ class OnPolicyModule(ReferenceOwner):
         max_grad_norm: global gradient norm above which gradients are scaled down; None never.
         gradient_checkpointing: recompute activations in the backward.
         logits_chunk_size: tokens whose logits are held at a time.
+        share_prompts: compute what rollouts of a prompt begin with once, see ``EngineConfig``.
         lora: trains an adapter in place of the parameters, see ``EngineConfig.lora``.
         mask_truncated: leave responses that hit the length limit out of the loss and its denominators.
         max_rl_steps: RL steps after which training ends; None leaves it to the Trainer.
@@ -85,6 +86,7 @@ class OnPolicyModule(ReferenceOwner):
         max_grad_norm: float | None,
         gradient_checkpointing: bool,
         logits_chunk_size: int,
+        share_prompts: bool,
         lora: object | None,
         mask_truncated: bool,
         max_rl_steps: int | None,
@@ -109,6 +111,7 @@ class OnPolicyModule(ReferenceOwner):
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             gradient_checkpointing=gradient_checkpointing,
             logits_chunk_size=logits_chunk_size,
+            share_prompts=share_prompts,
             lora=lora,
         )
         self.reward = reward

@@ -87,6 +87,8 @@ class PPO(ClippedPolicyModule):
         max_grad_norm: global gradient norm above which gradients are scaled down, actor and critic each; None never.
         gradient_checkpointing: recompute activations in the backward.
         logits_chunk_size: tokens whose logits are held at a time.
+        share_prompts: compute what rollouts of a prompt begin with once, see ``EngineConfig``; on strategies of this
+            package their own ``share_prompts`` does the same.
         lora: a ``LoRAConfig`` or ``peft.LoraConfig``; the actor's parameters stay frozen and a low-rank adapter trains,
             the reference is the model without it, and exports are merged. None trains the parameters.
         mask_truncated: leave responses that hit the length limit out of both losses.
@@ -144,6 +146,7 @@ class PPO(ClippedPolicyModule):
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool = False,
         logits_chunk_size: int = 512,
+        share_prompts: bool = False,
         lora: object | None = None,
         mask_truncated: bool = False,
         compat: Compat | None = None,
@@ -185,6 +188,7 @@ class PPO(ClippedPolicyModule):
             max_grad_norm=max_grad_norm,
             gradient_checkpointing=gradient_checkpointing,
             logits_chunk_size=logits_chunk_size,
+            share_prompts=share_prompts,
             lora=lora,
             mask_truncated=mask_truncated,
             max_rl_steps=max_rl_steps,

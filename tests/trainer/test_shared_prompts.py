@@ -78,3 +78,12 @@ def test_two_ranks_that_share_prompts_give_the_numbers_of_one_plain_process(
         # four groups of four rollouts on two ranks: none has to be cut
         assert all(set(groups.values()) == {4} for groups in found["groups"])
     assert sum(found["computed"] for found in ranks) < 0.7 * plain["computed"]
+
+
+def test_the_module_says_it_where_no_strategy_can(tmp_path: Path, tiny_directory: Path) -> None:
+    plain = _fit(tmp_path, tiny_directory, "auto", 1, max_rl_steps=2, kl_coef=0.1)
+    found = _fit(tmp_path, tiny_directory, "auto", 1, max_rl_steps=2, kl_coef=0.1, share_prompts=True)
+    for one, other in zip(plain["steps"], found["steps"], strict=True):
+        for name in COMPARED:
+            assert other["metrics"][name] == pytest.approx(one["metrics"][name], abs=1e-5), name
+    assert found["computed"] < 0.7 * plain["computed"]
