@@ -14,6 +14,7 @@ from support.replay import ReplayRollout, RolloutRecorder, joined, samples_of
 from support.toy import Recorder, parameters_of, toy_data, toy_module, toy_ppo, toy_trainer
 
 from lightning_rlhf.callbacks import HFRollout, RLCheckpoint
+from lightning_rlhf.contracts.lora import LoRAConfig
 from lightning_rlhf.strategies import FSDP2RLStrategy, MegatronRLStrategy
 from lightning_rlhf.types import Rollouts
 
@@ -149,3 +150,9 @@ def test_g03_sizes_that_do_not_fit_are_refused_before_anything_loads(
 ) -> None:
     with pytest.raises(DistributedError, match=message):
         fit_ranks(tmp_path, tiny_directory, lambda: MegatronRLStrategy(**sizes), 2)
+
+
+def test_g03_an_adapter_is_refused(tmp_path: Path, tiny_directory: Path) -> None:
+    message = "lora= does not work with MegatronEngine.* Use the fsdp2, ulysses or torch back end"
+    with pytest.raises(DistributedError, match=message):
+        fit_ranks(tmp_path, tiny_directory, MegatronRLStrategy, 1, lora=LoRAConfig())
