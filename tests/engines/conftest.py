@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("engines.contract")
+pytest.register_assert_rewrite("engines.by_hand", "engines.contract")

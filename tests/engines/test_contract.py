@@ -14,7 +14,8 @@ from support.fork import run_distributed
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from engines.contract import CHECKS, Check, Subject, all_checks
+from engines.by_hand import Subject
+from engines.contract import CHECKS, Check, all_checks
 from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineRegistry, OptimizerStepResult
 from lightning_rlhf.engines.torch import TorchEngine
 from lightning_rlhf.types import Experience, ModelOutputs

@@ -9,7 +9,8 @@ import torch
 from support.fork import run_distributed
 from support.megatron_imports import megatron_is_imported  # noqa: F401
 
-from engines.contract import Subject, all_checks
+from engines.by_hand import Subject
+from engines.contract import all_checks
 from lightning_rlhf.contracts.engine import EngineRegistry
 from lightning_rlhf.engines.megatron.layout import MegatronLayout
 
