@@ -96,7 +96,7 @@ def task_of(arguments: argparse.Namespace) -> tuple[PromptSource, Any, int]:
 def main() -> None:
     """Prints one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
     parser.add_argument("--task", choices=["digits", "chain_sum"], default="digits", help="chain_sum: one-digit sums")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--steps", type=int, default=20)
