@@ -77,8 +77,8 @@ def views(flat: Tensor, wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]
     return {name: part.view(shape) for (name, shape), part in zip(wanted.items(), parts, strict=True)}
 
 
-def receive(pipe: Connection, invitation: Invitation, gigabytes: float) -> None:
-    """A receiver: copies each tensor out, and reports its computing time."""
+def receive(pipe: Connection, invitation: Invitation, gigabytes: float, *, direct: bool) -> None:
+    """A receiver: has the tensors in memory of its own, or copies them there; reports its computing time."""
     torch.set_num_threads(1)
     pin(1)
     own = tensors(gigabytes, value=0.0)
@@ -86,8 +86,9 @@ def receive(pipe: Connection, invitation: Invitation, gigabytes: float) -> None:
     engine.join(invitation)
     while pipe.recv() == "sync":
         start = time.process_time()
-        for name, tensor in engine.receive_weights():
-            own[name].copy_(tensor)
+        for name, tensor in engine.receive_weights(own if direct else None):
+            if not direct:
+                own[name].copy_(tensor)
         engine.finalize()
         pipe.send((time.process_time() - start, all(bool(t.view(-1)[-1] == t.view(-1)[0] != 0) for t in own.values())))
     engine.close()
@@ -96,7 +97,7 @@ def receive(pipe: Connection, invitation: Invitation, gigabytes: float) -> None:
 class Bench:
     """One engine with its receivers."""
 
-    def __init__(self, engine: str, *, gigabytes: float, receivers: int, bucket_mib: int) -> None:
+    def __init__(self, engine: str, *, gigabytes: float, receivers: int, bucket_mib: int, direct: bool) -> None:
         self.engine = CheckpointEngineRegistry.new(engine, bucket_bytes=bucket_mib << 20, timeout=120.0)
         self.engine.prepare()
         self.names = [f"receiver{index}" for index in range(receivers)]
@@ -104,7 +105,9 @@ class Bench:
         context = get_context("fork")
         for name in self.names:
             ours, theirs = context.Pipe()
-            process = context.Process(target=receive, args=(theirs, self.engine.invitation(name), gigabytes))
+            process = context.Process(
+                target=receive, args=(theirs, self.engine.invitation(name), gigabytes), kwargs={"direct": direct}
+            )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -143,9 +146,13 @@ def memcpy(source: Tensor, target: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def measure(engine: str, *, gigabytes: float, receivers: int, rounds: int, bucket_mib: int) -> dict[str, Any]:
+def measure(
+    engine: str, *, gigabytes: float, receivers: int, rounds: int, bucket_mib: int, direct: bool = True
+) -> dict[str, Any]:
     """Rounds of one copy and one sync; the first round, which maps memory, is left out."""
-    bench = Bench(engine, gigabytes=gigabytes, receivers=receivers, bucket_mib=bucket_mib)  # forks before memory grows
+    bench = Bench(
+        engine, gigabytes=gigabytes, receivers=receivers, bucket_mib=bucket_mib, direct=direct
+    )  # forks before memory grows
     try:
         flat = torch.full((sum(math.prod(shape) for shape in shapes(gigabytes).values()),), 1.5, dtype=torch.bfloat16)
         target, source = torch.zeros_like(flat[:500_000_000]), views(flat, shapes(gigabytes))

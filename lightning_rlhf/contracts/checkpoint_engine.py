@@ -97,8 +97,14 @@ class CheckpointEngine(ABC):
         """Sends every tensor; drains the iterator on every rank, also after an error, since it is collective."""
 
     @abstractmethod
-    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors of this sync, on the rollout's side; each is valid until the next one is asked for."""
+    def receive_weights(self, destinations: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of this sync, on the rollout's side; each is valid until the next one is asked for.
+
+        Args:
+            destinations: memory of the consumer's own, by name: a tensor of one of these names is copied there, by the
+                shortest way that the engine has, and what is yielded is the destination itself. They hold nothing that
+                may be used before the sync has ended well.
+        """
 
     @abstractmethod
     def finalize(self) -> None:

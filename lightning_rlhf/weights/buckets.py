@@ -7,6 +7,7 @@ travel as JSON, never as pickle, and a receiver believes nothing in them that it
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from lightning_rlhf.weights.checksum import BLOCK_BYTES, RunningChecksum, as_byt
 
 ALIGNMENT = 64
 """Bytes between the starts of pieces; a whole number of elements of every dtype."""
+
+_NUMBER_BYTES = 22  # an integer of 64 bits, a comma and a space
+_ENTRY_BYTES = 4 * _NUMBER_BYTES  # of a header: start, place, size; dtype and brackets
+_LONGEST_ENTRY = 2048
 
 _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -120,18 +125,33 @@ class BucketHeader:
 class BucketPacker:
     """Packs a stream of tensors.
 
-    The first buckets are closed early, at an eighth, a quarter and a half of the size, so that receivers start early.
+    Buckets are filled. The first ones are closed early, at an eighth, a quarter and a half of the size, so that
+    receivers start early. With ``enough``, every bucket is closed as soon as it holds that much, and larger tensors are
+    cut into buckets of that size.
 
     Args:
-        bucket_bytes: size of a bucket; at least `ALIGNMENT`, rounded down to a multiple of it.
-        buffer: gives the next buffer to fill, ``uint8 [>= bucket_bytes]``; may wait until one is free.
+        bucket_bytes: largest size of a bucket; at least `ALIGNMENT`, rounded down to a multiple of it.
+        buffer: called with a size and the bytes of the same tensor that will follow, gives the next buffer to fill,
+            ``uint8 [>= size]``; may wait until one is free.
         sampled: whether checksums read part of the bytes only; the reader must do the same.
+        enough: closes buckets early.
+        header_bytes: closes buckets whose header is about to be longer than this, as JSON.
     """
 
-    def __init__(self, *, bucket_bytes: int, buffer: Callable[[], Tensor], sampled: bool = False) -> None:
-        if bucket_bytes < ALIGNMENT:
+    def __init__(
+        self,
+        *,
+        bucket_bytes: int,
+        buffer: Callable[[int, int], Tensor],
+        sampled: bool = False,
+        enough: int | None = None,
+        header_bytes: int | None = None,
+    ) -> None:
+        if min(bucket_bytes, enough or bucket_bytes) < ALIGNMENT:
             raise ValueError(f"bucket_bytes={bucket_bytes}: a bucket takes at least {ALIGNMENT} bytes.")
         self.bucket_bytes = bucket_bytes // ALIGNMENT * ALIGNMENT
+        self._enough = None if enough is None else min(enough // ALIGNMENT * ALIGNMENT, self.bucket_bytes)
+        self._header_bytes = math.inf if header_bytes is None else header_bytes - _LONGEST_ENTRY
         self._next_buffer = buffer
         self._sampled = sampled
         self._index = 0
@@ -158,23 +178,27 @@ class BucketPacker:
             raise ValueError(f"{name}: {tensor.layout} of {tensor.dtype} cannot be sent; dense: {', '.join(DTYPES)}.")
         content = as_bytes(tensor)
         size, start = content.numel(), 0
-        if self._open is not None and self._open.room(self.bucket_bytes) < size <= self.bucket_bytes:
+        alone = self._enough is not None and size > self._enough
+        if self._open is not None and (alone or self._open.room() < size <= self.bucket_bytes):
             yield self._close(self._open)
         while True:
-            bucket = self._open = self._open or self._new_bucket()
-            count = min(size - start, bucket.room(self.bucket_bytes))
+            bucket = self._open = self._open or self._new_bucket(size - start)
+            count = min(size - start, bucket.room())
             bucket.put(content[start : start + count], name=name, dtype=dtype, shape=tuple(tensor.shape), start=start)
             start += count
-            if bucket.room(self._enough()) <= 0:
+            if self._is_full(bucket) or (alone and start == size):
                 yield self._close(bucket)
             if start == size:
                 return
 
-    def _enough(self) -> int:
-        return min(self.bucket_bytes, self.bucket_bytes >> max(0, 3 - self._index))
+    def _is_full(self, bucket: _OpenBucket) -> bool:
+        enough = self._enough or min(self.bucket_bytes, self.bucket_bytes >> max(0, 3 - self._index))
+        return bucket.room() <= bucket.size - enough or bucket.header_bytes > self._header_bytes
 
-    def _new_bucket(self) -> _OpenBucket:
-        return _OpenBucket(self._next_buffer(), sampled=self._sampled, turn=self._index)
+    def _new_bucket(self, first_bytes: int) -> _OpenBucket:
+        size = self._enough or self.bucket_bytes
+        buffer = self._next_buffer(size, max(0, first_bytes - size))
+        return _OpenBucket(buffer, size, sampled=self._sampled, turn=self._index)
 
     def _close(self, bucket: _OpenBucket) -> BucketHeader:
         self._open = None
@@ -186,16 +210,18 @@ class BucketPacker:
 
 
 class _OpenBucket:
-    def __init__(self, buffer: Tensor, *, sampled: bool, turn: int) -> None:
+    def __init__(self, buffer: Tensor, size: int, *, sampled: bool, turn: int) -> None:
         self.buffer = buffer
+        self.size = size
+        self.header_bytes = 0
         # summed while they are in the cache still; without a full checksum there is no reason to copy in parts
         self._copied_at_once = (1 << 62) if sampled else BLOCK_BYTES
         self.filled = 0
         self.pieces: list[Piece] = []
         self.checksum = RunningChecksum(buffer, sampled=sampled, turn=turn)
 
-    def room(self, bucket_bytes: int) -> int:
-        return bucket_bytes - self._place()
+    def room(self) -> int:
+        return self.size - self._place()
 
     def _place(self) -> int:
         return -(-self.filled // ALIGNMENT) * ALIGNMENT
@@ -209,27 +235,39 @@ class _OpenBucket:
             self.checksum.advance(place + done + count)
         self.filled = place + size
         self.pieces.append(Piece(name=name, dtype=dtype, shape=shape, start=start, place=place, num_bytes=size))
+        self.header_bytes += len(json.dumps(name)) + _ENTRY_BYTES + _NUMBER_BYTES * len(shape)
 
 
 class BucketReader:
     """Takes the buckets of a sync apart, in their order; `restart` makes it ready for the next sync.
 
     A tensor that is spread over buckets is put together in one piece of memory, which is kept: to take a fresh one for
-    each sync costs more than the copy into it.
+    each sync costs more than the copy into it. It is not copied if its buckets lie back to back.
 
     Args:
         sampled: as in the `BucketPacker`.
         before_reuse: called before that memory is written again.
+        in_place_bytes: the buckets of a tensor of up to this size lie back to back, and stay until it is complete.
     """
 
-    def __init__(self, *, sampled: bool = False, before_reuse: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, *, sampled: bool = False, before_reuse: Callable[[], None] = lambda: None, in_place_bytes: int = 0
+    ) -> None:
         self._sampled = sampled
         self._before_reuse = before_reuse
+        self._in_place_bytes = in_place_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.restart()
 
-    def restart(self) -> None:
-        """Expects the first bucket of a sync."""
+    def restart(self, destinations: Mapping[str, Tensor] | None = None) -> None:
+        """Expects the first bucket of a sync.
+
+        Args:
+            destinations: where tensors of these names are put together; those of another dtype or shape, and those that
+                are not contiguous, are left alone.
+        """
+        self._destinations = destinations or {}
+        self._in_place = False
         self._expected = 0
         self._names: set[str] = set()
         self._unfinished: dict[str, tuple[Tensor, int]] = {}
@@ -263,27 +301,51 @@ class BucketReader:
             if tensor is not None:
                 yield piece.name, tensor
 
+    @property
+    def needs_buffers(self) -> bool:
+        """Whether a tensor has begun that is read where its buckets lie: they must stay as they are."""
+        return self._in_place and bool(self._unfinished)
+
     def _take(self, piece: Piece, content: Tensor) -> Tensor | None:
         whole, filled = self._unfinished.pop(piece.name, (None, 0))
         if piece.start != filled or piece.name in self._names:
             raise BucketError(f"{piece.name}: bytes from {piece.start} on arrived, but {filled} come next.")
-        if piece.num_bytes < piece.tensor_bytes:
+        destination = self._destination(piece)
+        if piece.num_bytes < piece.tensor_bytes or destination is not None:
             if whole is None:
-                whole = self._memory_for(piece, content)
+                whole = self._memory_for(piece, content, destination)
             if whole.numel() != piece.tensor_bytes:
                 raise BucketError(f"{piece.name}: its pieces disagree on its size.")
-            whole[filled : filled + piece.num_bytes].copy_(content)
+            part = whole[filled : filled + piece.num_bytes]
+            if not self._in_place:
+                part.copy_(content)
+            elif part.data_ptr() != content.data_ptr():
+                raise BucketError(f"{piece.name}: its pieces do not lie back to back.")
             filled += piece.num_bytes
             if filled < piece.tensor_bytes:
                 self._unfinished[piece.name] = (whole, filled)
                 return None
             content = whole
         self._names.add(piece.name)
-        return content.view(DTYPES[piece.dtype]).view(piece.shape)
+        return content.view(DTYPES[piece.dtype]).view(piece.shape) if destination is None else destination
 
-    def _memory_for(self, piece: Piece, content: Tensor) -> Tensor:
+    def _destination(self, piece: Piece) -> Tensor | None:
+        found = self._destinations.get(piece.name)
+        if found is None or found.dtype != DTYPES[piece.dtype] or found.shape != piece.shape:
+            return None
+        return found if found.is_contiguous() else None
+
+    def _memory_for(self, piece: Piece, content: Tensor, destination: Tensor | None) -> Tensor:
         if self._unfinished:
             raise BucketError(f"{piece.name} begins before {sorted(self._unfinished)} is complete.")
+        self._in_place = destination is None and piece.tensor_bytes <= self._in_place_bytes
+        if destination is not None:
+            return as_bytes(destination)
+        if self._in_place:
+            first, room = content.storage_offset(), content.untyped_storage().nbytes()
+            if first + piece.tensor_bytes > room:
+                raise BucketError(f"{piece.name}: it begins at byte {first} of {room} and does not fit there.")
+            return content.as_strided((piece.tensor_bytes,), (1,))
         self._before_reuse()
         if self._memory.numel() < piece.tensor_bytes or self._memory.device != content.device:
             self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the smaller one first

@@ -20,7 +20,8 @@ BLOCK_BYTES = BLOCK_ROWS * ROW_BYTES
 
 
 SAMPLED_EVERY = 16
-"""A sampled checksum reads one row of this many; a buffer of up to one block is read whole nevertheless."""
+"""A sampled checksum reads the first words of one row of this many; a buffer of up to one block is read whole."""
+SAMPLED_WORDS = 128
 
 
 class RunningChecksum:
@@ -28,8 +29,9 @@ class RunningChecksum:
 
     Args:
         buffer: ``uint8 [n]``, its start aligned to 8 bytes.
-        sampled: read one row of `SAMPLED_EVERY`, which ones being decided by ``turn``. What is missing, stale or in
-            another's place is found if it is 128 KiB long; a single wrong byte is found in one of 16 cases.
+        sampled: read `SAMPLED_WORDS` of one row of `SAMPLED_EVERY`, which ones being decided by ``turn``. What is
+            missing, stale or in another's place is found if it is 129 KiB long; a single wrong byte is found in one of
+            128 cases.
         turn: the bucket's number.
     """
 
@@ -50,7 +52,7 @@ class RunningChecksum:
         rows = (num_bytes - self._done) // ROW_BYTES
         if self._sampled and rows > BLOCK_ROWS:
             whole = self._buffer[: rows * ROW_BYTES].view(torch.int64).view(rows, -1)
-            self._sums.append(whole[self._turn % SAMPLED_EVERY :: SAMPLED_EVERY].sum(1))
+            self._sums.append(whole[self._turn % SAMPLED_EVERY :: SAMPLED_EVERY, :SAMPLED_WORDS].sum(1))
             self._done = rows * ROW_BYTES
         else:
             self._sum_rows(rows)

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, Invitation, Topology
 from lightning_rlhf.weights.channel import Channel, Hub, Message, PeerError, first_message, join_hub, readable
-from lightning_rlhf.weights.groups import FUSED_GROUPS, FusedGroups, with_tied, without_tied
+from lightning_rlhf.weights.groups import FUSED_GROUPS, FusedGroups, into_destination, with_tied, without_tied
 from lightning_rlhf.weights.topology import build_topology
 from lightning_rlhf.weights.transform import StreamTransform
 
@@ -79,6 +79,7 @@ class ConnectedCheckpointEngine(CheckpointEngine):
         self._first: Message | None = None
         self._arrivals: Iterator[tuple[str, Tensor]] | None = None
         self._groups = FusedGroups(self.fused_groups)
+        self._destinations: Mapping[str, Tensor] = {}
 
     # --- the sender's side -------------------------------------------------------------------------------------------
 
@@ -248,13 +249,18 @@ class ConnectedCheckpointEngine(CheckpointEngine):
             self._leave()
 
     @override
-    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def receive_weights(self, destinations: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors; each is valid until the next one is asked for.
 
+        Args:
+            destinations: see `CheckpointEngine.receive_weights`.
+
         Raises:
+            ValueError: if a tensor's destination has another dtype or shape.
             PeerError: if the sender is gone, silent for ``PATIENCE`` times the timeout, or has aborted.
             BucketError: if a bucket is corrupted. What was yielded so far must not be used.
         """
+        self._destinations = destinations or {}
         self._arrivals = self._receive(self._connect())
         return self._arrivals
 
@@ -263,12 +269,12 @@ class ConnectedCheckpointEngine(CheckpointEngine):
         reason = "the consumer gave up before the end"
         try:
             begin = self._begin(channel)
-            groups = self._groups = FusedGroups(self.fused_groups)
+            groups = self._groups = FusedGroups(self.fused_groups, lasting=self._destinations.keys())
             stream = self.receive_body(channel)
             if self.transform is not None:
                 stream = self.transform.decode(stream)
             for name, tensor in with_tied(stream, begin["tied"]):
-                yield from groups.add(name, tensor)
+                yield from groups.add(name, into_destination(name, tensor, self._destinations))
             groups.finish()
             if self.transform is not None:
                 self.transform.received()
@@ -305,6 +311,14 @@ class ConnectedCheckpointEngine(CheckpointEngine):
     def before_reuse(self) -> None:
         """Memory of tensors that were yielded is about to be written again."""
         self._groups.secure()
+
+    def holds_yielded(self) -> bool:
+        """Whether a tensor that was yielded is held back for the rest of its group, and its memory is in use still."""
+        return self._groups.holds_borrowed()
+
+    def direct_destinations(self) -> Mapping[str, Tensor]:
+        """Where the body of the sync may put tensors at once; with a transform they are not what travels."""
+        return self._destinations if self.transform is None else {}
 
     def expect(self, channel: Channel, kinds: Sequence[str], *, phase: str) -> Message:
         """The sender's next message, of one of these kinds."""

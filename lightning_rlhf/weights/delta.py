@@ -8,7 +8,7 @@ tensors go to everybody at every ``dense_every``-th sync, when a receiver is new
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -120,7 +120,7 @@ class DeltaTransform(StreamTransform):
             elif part == "dense":
                 self._keep(name, content)
             elif part == "at":
-                places = content.to(torch.int64)
+                places = content.to(torch.int64, copy=True)  # its buffer may be written again before `to`
             elif part == "to" and places is not None:
                 _bits(self._known(name))[places] = content
                 places = None
@@ -221,8 +221,8 @@ class DeltaCheckpointEngine(CheckpointEngine):
         self.inner.send_weights(named_tensors)
 
     @override
-    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.inner.receive_weights()
+    def receive_weights(self, destinations: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return self.inner.receive_weights(destinations)
 
     @override
     def finalize(self) -> None:

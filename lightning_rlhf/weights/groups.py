@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +18,13 @@ class FusedGroups:
 
     Args:
         groups: the last components of the modules' names that belong together, under one parent.
+        lasting: names of tensors whose memory is nobody's buffer: they need not be copied to last.
     """
 
-    def __init__(self, groups: Sequence[Sequence[str]] = FUSED_GROUPS) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[str]] = FUSED_GROUPS, *, lasting: Collection[str] = frozenset()
+    ) -> None:
+        self._lasting = lasting
         self._members = {member: tuple(group) for group in groups for member in group}
         self._held: dict[tuple[str, ...], dict[str, Tensor]] = {}
 
@@ -43,11 +47,16 @@ class FusedGroups:
             return None
         return tuple(".".join([*parts[:-2], member, parts[-1]]) for member in self._members[parts[-2]])
 
+    def holds_borrowed(self) -> bool:
+        """Whether what is held back lies in a buffer."""
+        return any(name not in self._lasting for held in self._held.values() for name in held)
+
     def secure(self) -> None:
         """Copies what is held back: the buffer that it lies in is about to be written again."""
         for held in self._held.values():
             for name, tensor in held.items():
-                held[name] = tensor.clone()
+                if name not in self._lasting:
+                    held[name] = tensor.clone()
 
     def finish(self) -> None:
         """Checks that no group is left incomplete.
@@ -94,3 +103,20 @@ def with_tied(named_tensors: Iterable[tuple[str, Tensor]], tied: Mapping[str, st
         for second, first in tied.items():
             if first == name:
                 yield second, tensor
+
+
+def into_destination(name: str, tensor: Tensor, destinations: Mapping[str, Tensor]) -> Tensor:
+    """The tensor's destination, which holds it then; the tensor itself if it has none.
+
+    Raises:
+        ValueError: if dtype or shape differ.
+    """
+    destination = destinations.get(name)
+    if destination is None or destination is tensor:
+        return tensor
+    if destination.dtype != tensor.dtype or destination.shape != tensor.shape:
+        raise ValueError(
+            f"Weight push: {name} is {tensor.dtype} {list(tensor.shape)}, but its destination is {destination.dtype} "
+            f"{list(destination.shape)}: give none for tensors that have to be converted."
+        )
+    return destination.copy_(tensor)

@@ -30,7 +30,13 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
         super().__init__(**kwargs)
         self._sender_link: SenderLink | None = None
         self._receiver_link: ReceiverLink | None = None
-        self._reader = BucketReader(sampled=self.checksum == "sampled", before_reuse=self.before_reuse)
+        self._reader = BucketReader(
+            sampled=self.checksum == "sampled", before_reuse=self.before_reuse, in_place_bytes=self.in_place_bytes()
+        )
+
+    def in_place_bytes(self) -> int:
+        """Largest tensor whose buckets are laid back to back by this link."""
+        return 0
 
     @abstractmethod
     def open_sender_link(self, receivers: list[str]) -> SenderLink:
@@ -75,7 +81,7 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
         acknowledged = dict.fromkeys(self._members, -1)
         indices = itertools.count()
 
-        def free_slot() -> Tensor:
+        def free_slot(_: int, __: int) -> Tensor:
             index = next(indices)
             while late := [name for name, last in acknowledged.items() if last < index - NUM_SLOTS]:
                 peer, message = self.hear(late, phase="receive")
@@ -95,7 +101,7 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
         link, reader = self._receiver_link, self._reader
         if link is None:
             raise RuntimeError("The sender began a sync without a group: there is no link.")
-        reader.restart()
+        reader.restart(self.direct_destinations())
         header = self._next_header(channel, link)
         while isinstance(header, BucketHeader):
             buffer = self._fetch(link, header)

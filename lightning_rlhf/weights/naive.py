@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry, Topology
+from lightning_rlhf.weights.groups import into_destination
 
 
 @CheckpointEngineRegistry.register("naive")
@@ -43,13 +44,13 @@ class NaiveCheckpointEngine(CheckpointEngine):
         self._stream = named_tensors
 
     @override
-    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def receive_weights(self, destinations: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         if self._stream is None:
             raise RuntimeError("receive_weights() before send_weights(): there is nothing to receive.")
         stream, self._stream = self._stream, None
         # not `yield from`, which would close the sender's stream together with this one
-        for named_tensor in stream:  # noqa: UP028
-            yield named_tensor
+        for name, tensor in stream:
+            yield name, into_destination(name, tensor, destinations or {})
 
     @override
     def finalize(self) -> None:

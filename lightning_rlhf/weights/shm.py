@@ -1,32 +1,37 @@
 """The checkpoint engine of receivers on the same machine: shared memory, read in place.
 
-Two slots lie in files of a memory file system. Sender and receivers map them, and the sender then removes the names at
-once, so that nothing is left behind however a process ends. Between creation and that moment the sender holds a lock on
-each file: a file without its lock belongs to a process that died just then, and the next sender removes it.
+The body of a sync (see `connected`) needs one message only: buckets are frames, and their headers lie beside them in
+the memory (`frames`). Whoever waits for the other side looks at the connection meanwhile::
+
+    S       frame    a bucket and its header                R    taken, then released
+    S -> R  end      how many buckets there were
 
 CUDA IPC (a receiver reading the sender's device memory) is not there: tensors on a GPU pass through host memory.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
-from lightning_rlhf.weights.link import NUM_SLOTS, ReceiverLink, SenderLink
+from lightning_rlhf.weights.buckets import ALIGNMENT, BucketHeader, BucketPacker
+from lightning_rlhf.weights.channel import Channel, Message, PeerError, readable
+from lightning_rlhf.weights.connected import PATIENCE
+from lightning_rlhf.weights.frames import HEADER_BYTES, Frame, FrameReader, FrameWriter, counters_suffice, wait_for
+from lightning_rlhf.weights.link import ReceiverLink, SenderLink
 from lightning_rlhf.weights.linked import LinkedCheckpointEngine
+from lightning_rlhf.weights.shm_link import PREFIX, ShmReceiverLink, ShmSenderLink
 
-PREFIX = "lightning_rlhf-"
+ENOUGH_BYTES = 4 << 20
+"""Of a frame: small enough to stay in the cache until it is read, large enough to be worth a header."""
 
 
 @CheckpointEngineRegistry.register("shm")
@@ -35,109 +40,126 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
 
     Args:
         directory: a folder in a memory file system that sender and receivers see.
-        **kwargs: those of `ConnectedCheckpointEngine`.
+        handover: ``"counters"`` in the memory, or ``"messages"``, two for each bucket; None is counters where the
+            processor allows them. Both sides use the sender's.
+        **kwargs: those of `ConnectedCheckpointEngine`. Tensors of up to ``bucket_bytes`` are read in place; the memory
+            is twice as large.
     """
 
     name = "shm"
-    # Memory corrects its own bits. What can go wrong is a slot that is read too early or too late, and that is large.
+    # Memory corrects its own bits. What can go wrong is a frame that is read too early or too late, and that is large.
     default_checksum = "sampled"
 
-    def __init__(self, *, directory: str = "/dev/shm", **kwargs: Any) -> None:
+    def __init__(self, *, directory: str = "/dev/shm", handover: str | None = None, **kwargs: Any) -> None:
+        if handover not in (None, "counters", "messages"):
+            raise ValueError(f"handover={handover!r}: expected 'counters', 'messages' or None.")
+        if handover == "counters" and not counters_suffice():
+            raise ValueError(f"handover='counters' is for x86 processors; on {platform.machine()} use 'messages'.")
+        self.handover = handover or ("counters" if counters_suffice() else "messages")
         super().__init__(**kwargs)
         self._directory = Path(directory)
+        self._end: Message | None = None
 
     @override
     def shared_settings(self) -> dict[str, Any]:
-        return {"directory": str(self._directory)}
+        return {"directory": str(self._directory), "handover": self.handover}
 
     @override
     def open_sender_link(self, receivers: list[str]) -> SenderLink:
-        return ShmSenderLink(self._directory, self.bucket_bytes)
+        return ShmSenderLink(self._directory, self.bucket_bytes, receivers)
 
     @override
     def open_receiver_link(self, offer: Mapping[str, Any]) -> ReceiverLink:
-        paths = [self._directory / str(name) for name in offer["names"]]
-        if any(path.parent != self._directory or not path.name.startswith(PREFIX) for path in paths):
-            raise ValueError(f"The sender offered files outside {self._directory}: {offer['names']}.")
-        return ShmReceiverLink(paths, self.bucket_bytes)
-
-
-class ShmSenderLink(SenderLink):
-    """Creates, fills and unlinks the slots."""
-
-    def __init__(self, directory: Path, bucket_bytes: int) -> None:
-        remove_abandoned(directory)
-        self._paths = [directory / f"{PREFIX}{secrets.token_hex(8)}" for _ in range(NUM_SLOTS)]
-        self._locked: list[int] = []
-        try:
-            self.slots = [self._create(path, bucket_bytes) for path in self._paths]
-        except OSError as error:
-            self.attached()
-            free = os.statvfs(directory)
-            raise OSError(
-                error.errno,
-                f"{directory} has no room for {NUM_SLOTS} slots of {bucket_bytes} bytes "
-                f"({free.f_bavail * free.f_frsize} free): enlarge it, or choose a smaller bucket_bytes ({error}).",
-            ) from error
-
-    def _create(self, path: Path, num_bytes: int) -> Tensor:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._locked.append(descriptor)
-        os.posix_fallocate(descriptor, 0, num_bytes)  # full memory is an error here, not a SIGBUS while copying
-        return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        path = self._directory / str(offer["name"])
+        if path.parent != self._directory or not path.name.startswith(PREFIX):
+            raise ValueError(f"The sender offered a file outside {self._directory}: {offer['name']}.")
+        return ShmReceiverLink(path, self.bucket_bytes, reader=int(offer["reader"]), readers=int(offer["readers"]))
 
     @override
-    def offer(self, receiver_id: str) -> dict[str, Any]:
-        return {"names": [path.name for path in self._paths]}
+    def in_place_bytes(self) -> int:
+        return self.bucket_bytes // ALIGNMENT * ALIGNMENT if self.handover == "counters" else 0
+
+    # --- the sender's side -------------------------------------------------------------------------------------------
 
     @override
-    def attached(self) -> None:
-        for path in self._paths:
-            path.unlink(missing_ok=True)
-        for descriptor in self._locked:
-            os.close(descriptor)
-        self._locked = []
+    def send_body(self, stream: Iterator[tuple[str, Tensor]]) -> dict[str, Any]:
+        link = self._sender_link
+        if self.handover == "messages" or not isinstance(link, ShmSenderLink):
+            return super().send_body(stream)
+        writer, count = link.frames, 0
+        packer = BucketPacker(
+            bucket_bytes=self.bucket_bytes,
+            buffer=lambda num_bytes, following: self._room(writer, num_bytes, following),
+            sampled=self.checksum == "sampled",
+            enough=max(ALIGNMENT, min(ENOUGH_BYTES, self.bucket_bytes // 4)),
+            header_bytes=HEADER_BYTES,
+        )
+        for header in packer.pack(stream):
+            writer.publish(header.num_bytes, json.dumps(header.to_json()).encode())
+            count += 1
+        return {"buckets": count}
+
+    def _room(self, writer: FrameWriter, num_bytes: int, following: int) -> Tensor:
+        """Memory for the next frame; waits for receivers, none of which may stand still for longer than the timeout."""
+        channels = [self._sender_hub().channels[name] for name in self._members]
+        seen, end = writer.counts(), time.monotonic() + self.timeout
+
+        def pause(seconds: float) -> None:
+            nonlocal seen, end
+            if readable(channels, timeout=seconds):
+                peer, message = self.hear(self._members, phase="receive")
+                raise PeerError(f"said {message['type']!r} before the end.", peer=peer, phase="receive")
+            now, counts = time.monotonic(), writer.counts()
+            if counts != seen:
+                seen, end = counts, now + self.timeout
+            elif now > end:
+                names = ", ".join(self._members[reader] for reader in writer.late())
+                raise PeerError(f"no answer within {self.timeout:g} s.", peer=names, phase="receive")
+
+        return wait_for(lambda: writer.room(num_bytes, following=following), pause=pause)
+
+    # --- the receiver's side -----------------------------------------------------------------------------------------
 
     @override
-    def close(self) -> None:
-        self.attached()
-        self.slots = []
+    def receive_body(self, channel: Channel) -> Iterator[tuple[str, Tensor]]:
+        link, reader = self._receiver_link, self._reader
+        if self.handover == "messages" or not isinstance(link, ShmReceiverLink):
+            yield from super().receive_body(channel)
+            return
+        reader.restart(self.direct_destinations())
+        self._end = None
+        frames = link.frames
+        while isinstance(found := self._next_frame(channel, frames), Frame):
+            header = BucketHeader.from_json(json.loads(found.header))
+            if header.num_bytes != found.content.numel():
+                raise PeerError(
+                    f"said {header.num_bytes} bytes of a bucket that has {found.content.numel()}.",
+                    peer=channel.peer,
+                    phase="receive",
+                )
+            yield from reader.read(header, found.content)
+            frames.take()
+            if not self.holds_yielded() and not reader.needs_buffers:
+                frames.release()
+        reader.finish(int(found["buckets"]))
 
+    def _next_frame(self, channel: Channel, frames: FrameReader) -> Frame | Message:
+        """The next frame; after the last one, the message that ends the sync."""
+        deadline = time.monotonic() + PATIENCE * self.timeout
 
-class ShmReceiverLink(ReceiverLink):
-    """Maps the slots."""
+        def attempt() -> Any:  # a frame, a message, or None
+            if (frame := frames.next()) is not None:
+                return frame
+            if frames.is_needed():
+                self.before_reuse()
+                frames.release()
+            return self._end
 
-    copies = False
+        def pause(seconds: float) -> None:
+            if channel.holds_message() or readable([channel], timeout=seconds):
+                self._end = self.expect(channel, ("end",), phase="receive")
+            elif time.monotonic() > deadline:
+                raise PeerError(f"no answer within {PATIENCE * self.timeout:g} s.", peer=channel.peer, phase="receive")
 
-    def __init__(self, paths: list[Path], bucket_bytes: int) -> None:
-        self._slots = []
-        for path in paths:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                self._slots.append(torch.frombuffer(mmap.mmap(descriptor, bucket_bytes), dtype=torch.uint8))
-            finally:
-                os.close(descriptor)
-
-    @override
-    def get(self, slot: int, num_bytes: int, *, timeout: float) -> Tensor:
-        return self._slots[slot][:num_bytes]
-
-    @override
-    def close(self) -> None:
-        self._slots = []
-
-
-def remove_abandoned(directory: Path) -> list[str]:
-    """Removes slots of senders that died between creating and unlinking them; returns the names."""
-    removed = []
-    for path in directory.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, or gone meanwhile
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                removed.append(path.name)
-            finally:
-                os.close(descriptor)
-    return removed
+        found: Frame | Message = wait_for(attempt, pause=pause)
+        return found

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 
 import lightning_rlhf.weights  # noqa: F401 (registers the engines)
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry, Invitation
+from lightning_rlhf.weights.buckets import BucketHeader
 from lightning_rlhf.weights.checksum import as_bytes
 from lightning_rlhf.weights.connected import ConnectedCheckpointEngine
 from lightning_rlhf.weights.disk import DiskCheckpointEngine
@@ -141,14 +142,14 @@ def _go_wrong(engine: ConnectedCheckpointEngine, fault: str) -> None:
 
 def _flip_one_bit(engine: ConnectedCheckpointEngine) -> None:
     if isinstance(engine, LinkedCheckpointEngine):
-        fetch = engine._fetch
+        read = engine._reader.read
 
-        def flipped(*args: Any) -> Tensor:
-            buffer = fetch(*args).clone()
-            buffer[len(buffer) // 2] ^= 8
-            return buffer
+        def flipped(header: BucketHeader, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+            damaged = buffer.clone()
+            damaged[header.num_bytes // 2 : header.num_bytes // 2 + 1] ^= 8  # an empty bucket has no bit to flip
+            return read(header, damaged)
 
-        engine._fetch = flipped  # type: ignore[method-assign]
+        engine._reader.read = flipped  # type: ignore[method-assign]
         return
     if isinstance(engine, KimiCheckpointEngine):
         next_bucket = engine._next_bucket

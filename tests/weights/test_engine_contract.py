@@ -303,3 +303,44 @@ def test_receivers_come_and_go_between_syncs(name: str, tmp_path: Path) -> None:
         engine.close()
 
     in_own_process(body)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_tensors_arrive_in_memory_of_the_consumer(name: str, tmp_path: Path) -> None:
+    """Every second one, whole and spread over buckets, of fused groups and tied; then one of another shape."""
+
+    def consumer(pipe: Any) -> None:
+        invitation = pipe.recv()
+        engine = CheckpointEngineRegistry.new(invitation.engine, **invitation.settings)
+        engine.join(invitation)
+        tensors = expected_tensors()
+        own = {one: torch.zeros_like(tensor) for one, tensor in list(tensors.items())[::2]}
+        got = {}
+        for one, tensor in engine.receive_weights(own):
+            assert one not in own or tensor is own[one], one
+            got[one] = pack(tensor)
+        engine.finalize()
+        pipe.send((got, {one: pack(tensor) for one, tensor in own.items()}))
+        try:
+            list(engine.receive_weights({"odd.int8": torch.zeros(3, dtype=torch.int8)}))
+        except ValueError as error:
+            pipe.send(str(error))
+
+    def expected_tensors() -> dict[str, Tensor]:
+        tensors = model()
+        return tensors | {second: tensors[first] for second, first in TIED.items()}
+
+    def body() -> None:
+        engine = new_engine(name, tmp_path)
+        receiver = Forked(consumer)
+        receiver.pipe.send(engine.invitation("r0"))
+        push(engine, ["r0"], model())
+        got, own = receiver.result()
+        assert got == expected(model())
+        assert own == {one: got[one] for one in own}
+        with pytest.raises(PeerError, match=r"odd.int8 is torch.int8 \[13\], but its destination is torch.int8 \[3\]"):
+            push(engine, ["r0"], model())
+        assert "destination" in receiver.result()
+        engine.close()
+
+    in_own_process(body)

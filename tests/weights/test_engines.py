@@ -23,11 +23,12 @@ from lightning_rlhf.weights import (
     DeltaCheckpointEngine,
     DiskCheckpointEngine,
     NaiveCheckpointEngine,
+    PeerError,
     ShmCheckpointEngine,
 )
 from lightning_rlhf.weights.delta import DeltaTransform
 from lightning_rlhf.weights.disk import newest_snapshot, read_snapshot, snapshots
-from lightning_rlhf.weights.shm import PREFIX, ShmSenderLink, remove_abandoned
+from lightning_rlhf.weights.shm_link import PREFIX, ShmSenderLink, remove_abandoned
 
 
 def push(engine: Any, names: list[str], tensors: dict[str, Tensor]) -> None:
@@ -66,8 +67,8 @@ def test_naive_hands_over_the_tensors_themselves() -> None:
 
 def test_shm_leaves_no_file_even_if_killed(tmp_path: Path) -> None:
     def killed_while_its_files_have_names(pipe: Any) -> None:
-        link = ShmSenderLink(tmp_path, 4096)
-        pipe.send(len(link.slots))
+        link = ShmSenderLink(tmp_path, 4096, ["r0"])
+        pipe.send(link.offer("r0")["name"])
         os.kill(os.getpid(), signal.SIGKILL)
 
     def body() -> None:
@@ -81,11 +82,12 @@ def test_shm_leaves_no_file_even_if_killed(tmp_path: Path) -> None:
 
     in_own_process(body)
     dead = Forked(killed_while_its_files_have_names)
-    assert dead.result() == 2
+    left = dead.result()
     dead.wait()
-    assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
-    living = ShmSenderLink(tmp_path, 4096)  # removes them, and not its own
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(living.offer("")["names"])
+    assert left.startswith(PREFIX)
+    assert [path.name for path in tmp_path.iterdir()] == [left]
+    living = ShmSenderLink(tmp_path, 4096, ["r0"])  # removes it, and not its own
+    assert [path.name for path in tmp_path.iterdir()] == [living.offer("r0")["name"]]
     assert remove_abandoned(tmp_path) == []
     living.close()
     assert list(tmp_path.iterdir()) == []
@@ -93,14 +95,49 @@ def test_shm_leaves_no_file_even_if_killed(tmp_path: Path) -> None:
 
 def test_shm_that_is_full_says_how_much_is_missing() -> None:
     engine = ShmCheckpointEngine(bucket_bytes=1 << 50, timeout=2.0)
-    with pytest.raises(OSError, match=r"/dev/shm has no room for 2 slots of 1125899906842624 bytes \(\d+ free\)"):
+    with pytest.raises(OSError, match=r"no room for \d+ bytes, 2 buckets of 1125899906842624 \(\d+ free\)"):
         engine.open_sender_link(["r0"])
     assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
 
 
+@pytest.mark.parametrize("handover", ["counters", "messages"])
+def test_shm_hands_over_by_counters_or_by_messages(handover: str) -> None:
+    """Held groups larger than the memory, tensors in place and spread, three rounds, and a death."""
+
+    def body() -> None:
+        engine = ShmCheckpointEngine(bucket_bytes=8192, timeout=2.0, handover=handover)
+        engine.prepare()
+        receiver, victim = Receiver(engine.invitation("r0")), Receiver(engine.invitation("dies"))
+        weights = {f"l.0.{name}_proj.w": torch.randn(2000) for name in ("gate", "up")}  # 16 000 of 16 384 bytes
+        weights |= {"small": torch.ones(3), "exact": torch.randn(2048), "large": torch.randn(9000)}
+        weights |= {f"l.1.{name}_proj.w": torch.randn(5000) for name in ("q", "k", "v")}
+        weights |= {f"many.{index}": torch.full((3,), float(index)) for index in range(300)}
+        for _ in range(3):
+            weights["exact"] += 1
+            receiver.sync()
+            push(engine, ["r0"], weights)
+            assert receiver.result() == {name: pack(tensor) for name, tensor in weights.items()}
+        receiver.sync()
+        victim.sync("receive")
+        with pytest.raises(PeerError, match="dies"):
+            push(engine, ["r0", "dies"], weights)
+        engine.close()
+
+    in_own_process(body)
+
+
+def test_shm_uses_counters_on_no_other_processor_than_x86(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert ShmCheckpointEngine().handover == "messages"
+    with pytest.raises(ValueError, match="on aarch64 use 'messages'"):
+        ShmCheckpointEngine(handover="counters")
+    with pytest.raises(ValueError, match="'counters', 'messages' or None"):
+        ShmCheckpointEngine(handover="signals")
+
+
 def test_shm_maps_no_file_elsewhere() -> None:
     with pytest.raises(ValueError, match="outside"):
-        ShmCheckpointEngine().open_receiver_link({"names": ["../../etc/passwd", "x"]})
+        ShmCheckpointEngine().open_receiver_link({"name": "../../etc/passwd"})
 
 
 # --- delta -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lightning_rlhf.weights.topology import build_topology
 def packed(tensors: dict[str, Tensor], bucket_bytes: int, **kwargs: bool) -> list[tuple[BucketHeader, Tensor]]:
     buffers: list[Tensor] = []
 
-    def buffer() -> Tensor:
+    def buffer(_: int, __: int) -> Tensor:
         buffers.append(torch.full((bucket_bytes,), 255, dtype=torch.uint8))
         return buffers[-1]
 
@@ -143,14 +143,14 @@ def test_what_is_missing_at_the_end_is_an_error() -> None:
 def test_names_come_once_and_tensors_are_dense() -> None:
     with pytest.raises(ValueError, match="'x' comes twice"):
         list(
-            BucketPacker(bucket_bytes=256, buffer=lambda: torch.empty(256, dtype=torch.uint8)).pack(
+            BucketPacker(bucket_bytes=256, buffer=lambda _, __: torch.empty(256, dtype=torch.uint8)).pack(
                 [("x", torch.ones(1))] * 2
             )
         )
     with pytest.raises(ValueError, match="cannot be sent"):
         packed({"x": torch.ones(3).to_sparse()}, 256)
     with pytest.raises(ValueError, match="at least 64"):
-        BucketPacker(bucket_bytes=63, buffer=lambda: torch.empty(0))
+        BucketPacker(bucket_bytes=63, buffer=lambda _, __: torch.empty(0))
 
 
 def test_fused_groups_wait_for_their_last_member() -> None:
