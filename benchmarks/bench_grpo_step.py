@@ -2,10 +2,12 @@
 
 Both sides: the same model in fp32, the same questions (one-digit sums of reasoning-gym) and verifier, 8 prompts x 8
 rollouts of at most 24 tokens at temperature 1, one AdamW step over all of them, loss over one global token count, no
-reference model, all cores. What differs is how each does it: TRL is one process with all threads and generates with
-transformers; this product is one process a core under ``fsdp2_rl`` and generates with vLLM. `like_for_like` computes in
-fp32 on both sides; `best` is this product's fastest setting (bf16 compute and generation, shared prompts) against the
-same TRL run. Sides take turns within each round; the first step of every run, which loads and compiles, is left out.
+reference model, all cores as threads of one process. What differs is how each does it: TRL generates with transformers
+and computes what every rollout's prompt is; this product generates with vLLM and computes a group's prompt once
+(`share_prompts`: the same numbers to 1e-5, see `bench_shared_prompts.py`). `ours_fp32` computes in fp32 as TRL does;
+`ours_best` is the fastest setting: bf16 compute and generation, and groups of equal rewards, whose gradient is
+zero, left out of the update (`skip_zero_advantages`). `ours_two_ranks` is `ours_fp32` sharded over one process a core.
+Sides take turns within each round; the first step of every run, which loads and compiles, is left out.
 
 The limit printed beside: the time that the step's matrix products alone would take at the machine's measured rate.
 
@@ -39,9 +41,16 @@ EXPERIMENT = "grpo-smollm2-1n2r-fsdp2_rl"
 TASK_CONFIG = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 SYSTEM_PROMPT = "Answer with the number only."
 PROMPTS_PER_STEP, NUM_ROLLOUTS, MAX_NEW_TOKENS, LR = 8, 8, 24, 2e-5
+ONE_PROCESS = [
+    "strategy=auto",
+    "+algorithm.share_prompts=true",
+    "algorithm.max_tokens_per_micro_batch=4096",
+    "+algorithm.logits_chunk_size=2048",
+]
 OUR_SIDES = {
-    "ours_fp32": ["trainer.precision=32-true"],
-    "ours_best": ["trainer.precision=bf16-mixed", "strategy.share_prompts=true"],
+    "ours_fp32": ["trainer.precision=32-true", *ONE_PROCESS],
+    "ours_best": ["trainer.precision=bf16-mixed", "+algorithm.skip_zero_advantages=true", *ONE_PROCESS],
+    "ours_two_ranks": ["trainer.precision=32-true", "strategy.share_prompts=true"],
 }
 
 
@@ -97,17 +106,22 @@ def run_trl(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def run_ours(args: argparse.Namespace, folder: Path, overrides: list[str]) -> dict[str, Any]:
+    processes = 1 if "strategy=auto" in overrides else args.cores
     command = [
         sys.executable, "-m", "lightning_rlhf.cli.main", "train", f"experiment={EXPERIMENT}",
         f"model.path={args.model}", f"run_dir={folder}", f"seed={args.seed}", f"algorithm.max_rl_steps={args.steps}",
         f"algorithm.optimizer.lr={LR}", f"data.prompts_per_step={PROMPTS_PER_STEP}", "data.source.size=512",
         f"rollout.num_rollouts={NUM_ROLLOUTS}", f"rollout.max_new_tokens={MAX_NEW_TOKENS}",
-        f"trainer.devices={args.cores}", "logger=csv", "callbacks.export=null", "callbacks.checkpoint=null",
+        f"trainer.devices={processes}", "logger=csv", "callbacks.export=null", "callbacks.checkpoint=null",
         "callbacks.report=null", *overrides,
     ]  # fmt: skip
     started = time.perf_counter()
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": str(args.cores // processes)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed with exit code {done.returncode}:\n{done.stderr[-4000:]}")
@@ -226,7 +240,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sides", nargs="+", choices=list(OUR_SIDES), default=list(OUR_SIDES))
+    parser.add_argument("--sides", nargs="+", choices=list(OUR_SIDES), default=["ours_fp32", "ours_best"])
     parser.add_argument("--trl-micro-batch-size", type=int, default=16, help="sequences in one forward of TRL")
     parser.add_argument("--trl-environment", type=Path, default=Path(".venv-trl"))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
