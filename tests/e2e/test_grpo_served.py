@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -56,6 +57,8 @@ class Killer(RLCallback):
         engine, moment = rollout.engine, self.moments.get(step.rl_step)
         if not isinstance(engine, ServedRolloutEngine) or engine._fleet is None:
             return
+        if moment:
+            self._wait_until_it_is_there(engine)
         if moment == "before":
             self._kill(engine)
         elif moment in ("inside", "hang"):
@@ -80,6 +83,13 @@ class Killer(RLCallback):
                 await run(replica, waiting)
 
             engine.pool._send = send_and_kill  # type: ignore[method-assign]
+
+    def _wait_until_it_is_there(self, engine: ServedRolloutEngine) -> None:
+        """It may still be starting again, and a step of a tiny model is short."""
+        end = time.monotonic() + 60
+        while engine.pool.replicas[0].state not in ("up", "unready"):
+            assert time.monotonic() < end, engine.pool.describe()
+            time.sleep(0.02)
 
     def _kill_after(self, count: int, named_tensors: Iterator[Any], engine: ServedRolloutEngine) -> Iterator[Any]:
         for index, named_tensor in enumerate(named_tensors):
