@@ -39,6 +39,7 @@ def token_log_probs(
 
     Raises:
         ValueError: if shapes or dtypes do not fit, or ``temperature`` or ``chunk_size`` is not positive.
+        RuntimeError: in a backward with ``create_graph``.
     """
     if hidden.ndim != 2 or head_weight.ndim != 2 or hidden.shape[1] != head_weight.shape[1]:
         raise ValueError(
@@ -111,6 +112,10 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "token_log_probs gives gradients, but not gradients of gradients: call backward without create_graph."
+            )
         hidden, head_weight, labels, entropies = ctx.saved_tensors
         grad_log_probs, grad_entropies = grad_outputs
         if grad_log_probs is None:

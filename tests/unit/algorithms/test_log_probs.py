@@ -162,3 +162,25 @@ def test_what_cannot_be_meant_is_refused() -> None:
         token_log_probs(hidden, head, labels, temperature=0.0)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         token_log_probs(hidden, head, labels, chunk_size=0)
+
+
+@pytest.mark.parametrize("trained", ["hidden", "head", "both"])
+def test_gradients_of_gradients_are_refused(trained: str) -> None:
+    hidden, head, labels = _inputs(3)
+    inputs = {"hidden": [hidden], "head": [head], "both": [hidden, head]}[trained]
+    for tensor in (hidden, head):
+        tensor.requires_grad_(any(tensor is one for one in inputs))
+    log_probs, _ = token_log_probs(hidden, head, labels, chunk_size=2)
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(log_probs.square().sum(), inputs, create_graph=True)
+
+
+def test_a_second_backward_gives_the_first_ones_gradients() -> None:
+    hidden, head, labels = _inputs(7)
+    log_probs, entropy = token_log_probs(hidden, head, labels, chunk_size=3, entropy=True)
+    assert entropy is not None
+    loss = (log_probs * entropy).sum()
+    first = torch.autograd.grad(loss, (hidden, head), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, head))
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
