@@ -107,7 +107,7 @@ class ReplicaFleet:
             with suppress(BrokenPipeError):
                 self._host.stdin.close()
         try:
-            self._host.wait(timeout=10)
+            self._host.wait(timeout=20)
         except subprocess.TimeoutExpired:
             for pid in self.pids.values():
                 with suppress(ProcessLookupError, PermissionError):

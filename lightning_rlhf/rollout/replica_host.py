@@ -119,15 +119,21 @@ class ReplicaHost:
 
     def _end_all(self) -> None:
         """Lets replicas end vLLM, which removes what it shares with its workers; kills those that take too long."""
+        self._looked = 0.0
+        self._note_shared()
         for pid in self._pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+        self._wait_for_exits()
+        for index in list(self._pids):
+            self._kill(index)
+        self._wait_for_exits()  # which removes what the killed ones could not
+
+    def _wait_for_exits(self) -> None:
         end = time.monotonic() + GRACE_SECONDS
         while self._pids and time.monotonic() < end:
             self._note_exits()
             time.sleep(0.02)
-        for index in list(self._pids):
-            self._kill(index)
 
     def _note_shared(self) -> None:
         """Remembers the memory that workers share, as long as they can be asked."""
