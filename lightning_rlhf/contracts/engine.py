@@ -131,6 +131,8 @@ class BaseEngine(ABC):
     """Whether the back end trains adapters; see ``EngineConfig.lora``."""
     own_metrics: ClassVar[frozenset[str]] = frozenset()
     """Metrics of ``train_batch`` about the back end itself, which no other one has."""
+    trains_beside_the_loss = False
+    """Whether rows train the model beside ``loss_function``, as a loss of its experts' balance does."""
 
     def __init__(self, config: EngineConfig, *, device: torch.device) -> None:
         if config.share_prompts and not self.can_share_prompts:

@@ -18,7 +18,7 @@ from lightning_rlhf.modules.arguments import check_overlong
 from lightning_rlhf.modules.chosen_parts import chosen_advantage, chosen_length_penalty
 from lightning_rlhf.modules.clipped_policy import ClippedPolicyModule, KLPlace, OldLogProbs
 from lightning_rlhf.modules.compat import Choices, Compat, as_in
-from lightning_rlhf.modules.signal import check_skips, rows_with_signal
+from lightning_rlhf.modules.signal import check_engine_skips, check_skips, rows_with_signal
 from lightning_rlhf.modules.step_data import StepData
 from lightning_rlhf.modules.token_advantages import sum_over_rows
 from lightning_rlhf.rewards import RewardFunction, WeightedRewards, soft_overlong_penalty
@@ -160,8 +160,9 @@ class GRPO(ClippedPolicyModule):
                 policy_loss=policy_loss,
                 kl_coef=kl_coef,
                 kl_in=kl_in,
+                kl_target=kl_target,
                 entropy_coef=entropy_coef,
-                steers_entropy=entropy_target is not None,
+                entropy_target=entropy_target,
             )
         super().__init__(
             model=model,
@@ -248,6 +249,12 @@ class GRPO(ClippedPolicyModule):
         if over_all is not None:
             self.note_metrics({"reward/overlong_penalty": float(over_all.mean())})
         return data
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.skip_zero_advantages:
+            check_engine_skips(self.actor)
 
     @override
     def before_train_batch(self, role: Role, index: int, mini_batch: Experience) -> Experience:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.fork import run_distributed
+from support.fork import DistributedError, run_distributed
+from support.megatron_imports import megatron_is_imported  # noqa: F401
 from support.toy import Recorder, digit_reward, parameters_of, toy_data, toy_module, toy_trainer
 
 from lightning_rlhf.modules import GRPO
+from lightning_rlhf.parity.tiny_models import tiny_model
+from lightning_rlhf.strategies import MegatronRLStrategy
 from lightning_rlhf.types import Experience, Role
 
 SAME = ("actor/loss", "actor/grad_norm", "reward/mean", "reward/groups_without_signal", "rollout/trained_tokens")
@@ -75,7 +79,8 @@ def test_the_update_is_that_of_all_rows(tmp_path: Path, tiny_directory: Path, ra
     [
         ({"kl_coef": 0.1}, "kl_coef=0.1"),
         ({"entropy_coef": 0.01}, "entropy_coef=0.01"),
-        ({"entropy_target": 1.0}, "entropy_target"),
+        ({"entropy_target": 1.0}, "entropy_target=1.0"),
+        ({"kl_coef": 0.1, "kl_in": "reward", "kl_target": 0.5}, "kl_target=0.5"),
         ({"policy_loss": "kl_cov"}, "kl_cov"),
         ({"policy_loss": lambda *given, **named: given[0]}, "policy_loss=<function"),
     ],
@@ -86,3 +91,23 @@ def test_refused_where_a_row_without_advantage_has_a_gradient(
     with pytest.raises(ValueError, match=f"skip_zero_advantages.*{named}"):
         toy_module(tiny_directory, skip_zero_advantages=True, **settings)
     toy_module(tiny_directory, skip_zero_advantages=True, kl_coef=0.1, kl_in="reward")
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [({}, False), ({"moe_aux_loss_coef": 0.1}, True), ({"moe_z_loss_coef": 0.1}, True)],
+    ids=["no_loss", "aux_loss", "z_loss"],
+)
+def test_refused_where_every_row_trains_the_routers(
+    tmp_path: Path, tiny_directory: Path, settings: dict[str, float], refused: bool
+) -> None:
+    model = tmp_path / "experts"
+    tiny_model("tiny-qwen3-moe").save_pretrained(model)
+
+    def fit() -> None:
+        trainer = toy_trainer(tmp_path, strategy=MegatronRLStrategy(**settings))
+        module = toy_module(model, tokenizer=tiny_directory, skip_zero_advantages=True, max_rl_steps=1)
+        trainer.fit(module, toy_data())
+
+    with pytest.raises(DistributedError, match=r"skip_zero_advantages.*routers") if refused else nullcontext():
+        run_distributed(fit, 1, init_process_group=False, timeout=120.0)

@@ -119,7 +119,11 @@ class MegatronModel(BaseEngine):
         return self.config.role == "actor" and self.moe.router_replay != "off"
 
     def _prepare(self, chunks: list[nn.Module]) -> None:
-        if vars(chunks[0])["config"].num_moe_experts is not None:
+        config = vars(chunks[0])["config"]
+        if config.num_moe_experts is not None:
+            self.trains_beside_the_loss = bool(
+                config.moe_aux_loss_coeff or config.moe_z_loss_coeff or config.moe_router_bias_update_rate
+            )
             self._expert_choices = ExpertChoices(chunks) if self._replays else None
             self._expert_load = None if self.config.optimizer is None else ExpertLoad(chunks)
         for chunk in chunks:
