@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,19 +28,29 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status: 2 if the configuration cannot be run, with the reasons on stderr.
     """
-    overrides = [argument for argument in arguments if argument != "--json"]
+    given = _parse(arguments)
     try:
-        plan = plan_run(compose_run(overrides))
+        plan = plan_run(compose_run(given.overrides))
     except (HydraException, ConfigError) as error:
         reason = str(error) if isinstance(error, ConfigError) else explain(error)
         for line in reason.splitlines():
             print(f"lightning-rlhf plan: {line}", file=sys.stderr)
         return BAD_CONFIG
-    if "--json" in arguments:
+    if given.json:
         print(json.dumps(plan), flush=True)
     else:
         Console().print(plan_table(plan))
     return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="lightning-rlhf plan",
+        description="Prints a run's batches, memory, traffic and pipeline bubble; loads no model and starts nothing.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as of train, such as experiment=NAME")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
+    return parser.parse_intermixed_args(arguments)
 
 
 def plan_table(plan: Mapping[str, Any]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import sys
 from collections.abc import Sequence
@@ -50,8 +51,13 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status: 2 if something is wrong.
     """
+    parser = argparse.ArgumentParser(
+        prog="lightning-rlhf show-config",
+        description="Prints every key of a run with its value, the constructors' defaults included, as YAML.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as of train, such as experiment=NAME")
     try:
-        found = Inspection(compose_run(arguments))
+        found = Inspection(compose_run(parser.parse_args(arguments).overrides))
     except HydraException as error:
         print(f"lightning-rlhf show-config: {explain(error)}", file=sys.stderr)
         return 2

@@ -13,6 +13,14 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in ("train", "show-config", "plan", "parity", "prepare-model"))
 
 
+@pytest.mark.parametrize("command", [name for name in main.COMMANDS if name != "train"])  # hydra's own help
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        main.main([command, "--help"])
+    assert leave.value.code == 0
+    assert f"usage: lightning-rlhf {command}" in capsys.readouterr().out
+
+
 def test_an_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leave:
         main.main(["trian", "experiment=x"])
