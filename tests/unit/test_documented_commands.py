@@ -36,7 +36,7 @@ def _overrides(arguments: list[str]) -> list[str]:
         if argument in ("-m", "--json") or argument.startswith("hydra."):
             continue
         if argument in ("experiment=NAME", "experiment=..."):
-            argument = TINY  # noqa: PLW2901
+            argument = TINY
         key, _, value = argument.partition("=")
         if key == "search":
             assert (ROOT / "configs" / "search" / f"{value}.yaml").is_file()
