@@ -6,6 +6,8 @@ copy of the buffer and one sync, one after the other, so that what else the mach
 the rounds are compared.
 
 - ratio_to_memcpy: the copy's time over the sync's
+- ratio_to_two_copies: the time that two processes take which copy as much at once, over the sync's: what crosses from
+  process to process is written twice, so this is the limit that the memory bus sets
 - gb_per_s: bytes of the model over the sync's time (10**9 bytes), to each receiver
 - cpu_s_per_gb: computing time of sender and receivers together
 
@@ -84,7 +86,13 @@ def receive(pipe: Connection, invitation: Invitation, gigabytes: float, *, direc
     own = tensors(gigabytes, value=0.0)
     engine = CheckpointEngineRegistry.new(invitation.engine, **invitation.settings)
     engine.join(invitation)
-    while pipe.recv() == "sync":
+    spare = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    while (order := pipe.recv()) != "stop":
+        if order == "copy":
+            for name, tensor in own.items():
+                spare[name].copy_(tensor)
+            pipe.send("copied")
+            continue
         start = time.process_time()
         for name, tensor in engine.receive_weights(own if direct else None):
             if not direct:
@@ -129,6 +137,16 @@ class Bench:
                 raise RuntimeError("A receiver does not hold what was sent.")
         return seconds, computed
 
+    def copies_at_once(self, source: Tensor, target: Tensor) -> float:
+        """Seconds until sender and receivers have each copied as much as a sync carries, all at the same time."""
+        start = time.perf_counter()
+        for pipe in self.pipes:
+            pipe.send("copy")
+        memcpy(source, target)
+        for pipe in self.pipes:
+            pipe.recv()
+        return time.perf_counter() - start
+
     def close(self) -> None:
         for pipe in self.pipes:
             pipe.send("stop")
@@ -157,8 +175,10 @@ def measure(
         flat = torch.full((sum(math.prod(shape) for shape in shapes(gigabytes).values()),), 1.5, dtype=torch.bfloat16)
         target, source = torch.zeros_like(flat[:500_000_000]), views(flat, shapes(gigabytes))
         size = flat.nbytes / 1e9
-        results = [(memcpy(flat, target), *bench.sync(source)) for _ in range(rounds + 1)]
-        copies, syncs, computed = zip(*results[1:], strict=True)
+        results = [
+            (memcpy(flat, target), *bench.sync(source), bench.copies_at_once(flat, target)) for _ in range(rounds + 1)
+        ]
+        copies, syncs, computed, at_once = zip(*results[1:], strict=True)
     finally:
         bench.close()
     ratios = [copy / sync for copy, sync in zip(copies, syncs, strict=True)]
@@ -167,6 +187,7 @@ def measure(
         "tensors": len(shapes(gigabytes)),
         "receivers": receivers,
         "ratio_to_memcpy": round(statistics.median(copies) / statistics.median(syncs), 3),
+        "ratio_to_two_copies": round(statistics.median(at_once) / statistics.median(syncs), 3),
         "ratio_of_pairs": {"lowest": round(min(ratios), 3), "highest": round(max(ratios), 3)},
         "gb_per_s": round(size / statistics.median(syncs), 3),
         "memcpy_gb_per_s": round(size / statistics.median(copies), 3),

@@ -8,8 +8,7 @@ The memory::
 
 The writer fills a frame, writes its card, then counts it as published. A reader that sees the count reads card and
 frame, counts the frame as taken when it has read it, and as released when nothing that it still holds lies there. Room
-is taken at the lowest free place, and few bytes are on their way at a time, so that a frame is read from the cache of
-the processor and the memory bus carries what one plain copy would.
+is taken at the lowest free place.
 
 Why plain stores suffice: a counter is an aligned 64-bit word that one process writes, by one store. On x86 (total store
 order) a store is not seen before the stores that precede it in its thread, a load is not made before the loads that
@@ -36,8 +35,9 @@ NUM_CARDS = 32
 """Frames that may be published and not taken."""
 HEADER_BYTES = 16 << 10
 """Longest header."""
-IN_FLIGHT_BYTES = 8 << 20
-"""Written and not taken yet, unless it is one frame alone; much less than the cache that processor cores share."""
+IN_FLIGHT_BYTES = 64 << 20
+"""Written and not taken yet, unless it is one frame alone. Less would stay in a cache that the two cores share, but not
+all cores share one: from one cache to another a line moves three times slower than by way of the memory."""
 
 _LINE = 8  # words of a cache line: counters that different processes write lie in different ones
 _PUBLISHED, _NEEDED = 0, _LINE

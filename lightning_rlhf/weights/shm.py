@@ -30,8 +30,8 @@ from lightning_rlhf.weights.link import ReceiverLink, SenderLink
 from lightning_rlhf.weights.linked import LinkedCheckpointEngine
 from lightning_rlhf.weights.shm_link import PREFIX, ShmReceiverLink, ShmSenderLink
 
-ENOUGH_BYTES = 4 << 20
-"""Of a frame: small enough to stay in the cache until it is read, large enough to be worth a header."""
+ENOUGH_BYTES = 16 << 20
+"""Of a frame: small enough that receivers start early, large enough that what is done once a frame costs nothing."""
 
 
 @CheckpointEngineRegistry.register("shm")
