@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -328,6 +328,15 @@ class ConnectedCheckpointEngine(CheckpointEngine):
         if message.get("type") not in kinds:
             raise PeerError(f"said {message.get('type')!r} instead of {kinds}.", peer=channel.peer, phase=phase)
         return message
+
+    @contextmanager
+    def naming_the_sender(self, phase: str, reason: str) -> Iterator[None]:
+        """Makes a `PeerError` of what a transport or a package raises: each has exceptions of its own."""
+        try:
+            yield
+        except Exception as error:
+            peer = "sender" if self._channel is None else self._channel.peer
+            raise PeerError(f"{reason}: {type(error).__name__}: {error}", peer=peer, phase=phase) from error
 
     def _leave(self) -> None:
         channel, self._channel = self._channel, None

@@ -12,12 +12,9 @@ the others. The memory is filled again only when all have said ``taken``.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +24,12 @@ from torch._C._distributed_c10d import TCPStore
 from typing_extensions import override
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
+from lightning_rlhf.weights.broadcast_group import joined_store, listening_store, make_group
 from lightning_rlhf.weights.buckets import DTYPES, BucketError
 from lightning_rlhf.weights.channel import Channel, PeerError
 from lightning_rlhf.weights.connected import PATIENCE, ConnectedCheckpointEngine
 from lightning_rlhf.weights.kimi_portions import Portion, PortionPacker, upstream_metas
 from lightning_rlhf.weights.mooncake import import_mooncake
-from lightning_rlhf.weights.nccl import make_group
 
 if TYPE_CHECKING:
     from lightning_rlhf.weights.kimi_server import Collectives, Handover, KimiServer, LocalP2PStore
@@ -100,7 +97,7 @@ class KimiCheckpointEngine(ConnectedCheckpointEngine):
     def attach(self, receivers: list[str]) -> None:
         self.detach()
         self._rank, self._ranks = 0, list(range(1, 1 + len(receivers)))
-        self._store = _listen(self._host, timeout=self.timeout)
+        self._store = listening_store(self._host, timeout=self.timeout)
         for rank, receiver in zip(self._ranks, receivers, strict=True):
             offer = {"port": self._store.port, "rank": rank, "receivers": len(receivers)}
             self.tell({"type": "group", "offer": offer}, phase="group", receivers=[receiver])
@@ -199,24 +196,9 @@ class KimiCheckpointEngine(ConnectedCheckpointEngine):
     def attach_to(self, offer: Mapping[str, Any]) -> None:
         self._rank, self._ranks = int(offer["rank"]), list(range(1, 1 + int(offer["receivers"])))
         host = self._host if self._invitation is None else self._invitation.address.rpartition(":")[0]
-        with self._naming_the_sender("group", "its group could not be joined"):
-            store = TCPStore(
-                host,
-                int(offer["port"]),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self.timeout),
-            )
+        with self.naming_the_sender("group", "its group could not be joined"):
+            store = joined_store(host, int(offer["port"]), timeout=self.timeout)
             self._join_group(store, timeout=PATIENCE * self.timeout)
-
-    @contextmanager
-    def _naming_the_sender(self, phase: str, reason: str) -> Iterator[None]:
-        """Makes a `PeerError` of what the package or torch raises: each has exceptions of its own."""
-        try:
-            yield
-        except Exception as error:
-            peer = "sender" if self._channel is None else self._channel.peer
-            raise PeerError(f"{reason}: {type(error).__name__}: {error}", peer=peer, phase=phase) from error
 
     @override
     def receive_body(self, channel: Channel) -> Iterator[tuple[str, Tensor]]:
@@ -306,17 +288,3 @@ def import_kimi_server() -> Any:
             f"The kimi checkpoint engine needs checkpoint-engine (pip install 'lightning_rlhf[kimi]'): {error}"
         ) from error
     return kimi_server
-
-
-def _listen(host: str, *, timeout: float) -> TCPStore:
-    """A store for the members of a group to find each other, on this address alone."""
-    listener = socket.create_server((host, 0), backlog=128)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listener.detach(),
-    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +62,7 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
 
     @override
     def attach_to(self, offer: Mapping[str, Any]) -> None:
-        with self._naming_the_sender("group", "its link could not be attached to"):
+        with self.naming_the_sender("group", "its link could not be attached to"):
             self._receiver_link = self.open_receiver_link(offer)
 
     @override
@@ -118,17 +117,8 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
             header = following or self._next_header(channel, link)
         reader.finish(int(header["buckets"]))
 
-    @contextmanager
-    def _naming_the_sender(self, phase: str, reason: str) -> Iterator[None]:
-        """Makes a `PeerError` of what a transport raises: each has exceptions of its own."""
-        try:
-            yield
-        except Exception as error:
-            peer = "sender" if self._channel is None else self._channel.peer
-            raise PeerError(f"{reason}: {type(error).__name__}: {error}", peer=peer, phase=phase) from error
-
     def _fetch(self, link: ReceiverLink, header: BucketHeader) -> Tensor:
-        with self._naming_the_sender("receive", f"bucket {header.index} did not come"):
+        with self.naming_the_sender("receive", f"bucket {header.index} did not come"):
             return link.get(header.index % NUM_SLOTS, header.num_bytes, timeout=self.timeout)
 
     def _next_header(self, channel: Channel, link: ReceiverLink) -> BucketHeader | Message:
@@ -143,7 +133,7 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
                 peer=channel.peer,
                 phase="receive",
             )
-        with self._naming_the_sender("receive", f"bucket {header.index} could not be asked for"):
+        with self.naming_the_sender("receive", f"bucket {header.index} could not be asked for"):
             link.start(header.index % NUM_SLOTS, header.num_bytes)
         return header
 

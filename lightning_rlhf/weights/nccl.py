@@ -6,7 +6,6 @@ not touched, and receivers need none.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
 from typing_extensions import override
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
+from lightning_rlhf.weights.broadcast_group import end_group, joined_store, listening_store, make_group
 from lightning_rlhf.weights.link import NUM_SLOTS, ReceiverLink, SenderLink
 from lightning_rlhf.weights.linked import LinkedCheckpointEngine
 
@@ -48,9 +47,7 @@ class NCCLCheckpointEngine(LinkedCheckpointEngine):
     @override
     def open_receiver_link(self, offer: Mapping[str, Any]) -> ReceiverLink:
         host = self._invitation.address.rpartition(":")[0] if self._invitation is not None else self._host
-        store = TCPStore(
-            host, int(offer["port"]), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self.timeout)
-        )
+        store = joined_store(host, int(offer["port"]), timeout=self.timeout)
         group = make_group(
             store, rank=int(offer["rank"]), size=int(offer["size"]), device=self._device, timeout=self.timeout
         )
@@ -66,7 +63,7 @@ class BroadcastSenderLink(SenderLink):
         self.slots = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         self._receivers = receivers
         self._device = device
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        self._store = listening_store(host, timeout=timeout)
         self._group: dist.ProcessGroup | None = None
         self._on_their_way: dict[int, dist.Work] = {}
 
@@ -93,7 +90,7 @@ class BroadcastSenderLink(SenderLink):
     def close(self) -> None:
         self._on_their_way.clear()
         self.slots = []
-        _end(self._group)
+        end_group(self._group)
         self._group = None
 
 
@@ -120,25 +117,8 @@ class BroadcastReceiverLink(ReceiverLink):
     @override
     def close(self) -> None:
         self._on_their_way.clear()
-        _end(self._group)
+        end_group(self._group)
         self._group = None
-
-
-def make_group(store: Store, *, rank: int, size: int, device: torch.device, timeout: float) -> Any:
-    """A process group beside the default one; all its members call this at the same time."""
-    limit = timedelta(seconds=timeout)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    backend: Any = dist.ProcessGroupGloo
-    gloo_options = backend._Options()
-    local = isinstance(store, TCPStore) and store.host in ("127.0.0.1", "localhost")
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo" if local else "")
-    device_of_gloo = backend.create_device(interface=interface) if interface else backend.create_default_device()
-    gloo_options._devices = [device_of_gloo]
-    gloo_options._timeout = limit
-    return backend(store, rank, size, gloo_options)
 
 
 def _broadcast(group: Any, tensor: Tensor) -> dist.Work:
@@ -146,9 +126,3 @@ def _broadcast(group: Any, tensor: Tensor) -> dist.Work:
     options.rootRank, options.rootTensor = 0, 0
     work: dist.Work = group.broadcast([tensor], options)
     return work
-
-
-def _end(group: Any) -> None:
-    """Ends what a CUDA group still has on its way; a gloo group ends with its last reference."""
-    if type(group).__name__ == "ProcessGroupNCCL":
-        group.abort()
