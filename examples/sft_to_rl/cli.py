@@ -1,7 +1,7 @@
 """LightningCLI over any module and data module.
 
 python cli.py fit --config sft.yaml --model.model_name MODEL --data.model_name MODEL
-python cli.py fit --config grpo.yaml --model.model MODEL
+python cli.py fit --config grpo.yaml --model.model_name MODEL
 """
 
 from __future__ import annotations
