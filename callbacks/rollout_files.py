@@ -43,7 +43,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(path)
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
 
@@ -71,16 +71,17 @@ def _json(value: object) -> str:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RolloutFileError(
-                f"{path}, line {number}: not JSON ({error}). The file was changed or cut."
-            ) from error
-        if not isinstance(row, Mapping) or "reward" not in row:
-            raise RolloutFileError(f"{path}, line {number}: not a rollout as RolloutDump writes it.")
-        rows.append(dict(row))
+    with path.open(encoding="utf-8", newline="\n") as file:  # str.splitlines ends lines inside responses, too
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise RolloutFileError(
+                    f"{path}, line {number}: not JSON ({error}). The file was changed or cut."
+                ) from error
+            if not isinstance(row, Mapping) or "reward" not in row:
+                raise RolloutFileError(f"{path}, line {number}: not a rollout as RolloutDump writes it.")
+            rows.append(dict(row))
     return rows
 
 
