@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.fork import run_distributed
+from support.mooncake import run_with_mooncake
 from support.receivers import Forked, Receiver, pack
 from torch import Tensor
 
@@ -340,20 +338,4 @@ MOONCAKE = """
 
 
 def test_mooncake_contents_three_rounds_and_a_death(tmp_path: Path) -> None:
-    if importlib.util.find_spec("mooncake") is None:
-        pytest.skip("needs mooncake-transfer-engine-non-cuda")
-    # Mooncake is linked to a system library that NIXL's wheel has a copy of.
-    site = Path(torch.__file__).parents[1]
-    for copy in site.glob("nixl_cu12.libs/libibverbs-*"):
-        (tmp_path / "libibverbs.so.1").symlink_to(copy)
-    path = f"{tmp_path}:{site / 'nixl_cu12.libs'}:{os.environ.get('LD_LIBRARY_PATH', '')}"
-    program = textwrap.dedent(MOONCAKE.format(tests=str(Path(__file__).parents[1])))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "LD_LIBRARY_PATH": path, "MC_LOG_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.stdout.strip().endswith("all right"), done.stdout[-2000:] + done.stderr[-2000:]
+    run_with_mooncake(MOONCAKE.format(tests=str(Path(__file__).parents[1])), tmp_path, timeout=100)

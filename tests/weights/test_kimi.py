@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.fork import run_distributed
+from support.mooncake import run_with_mooncake
 from support.receivers import Receiver, pack
 from torch import Tensor
 
@@ -326,20 +324,5 @@ PEER_TO_PEER = """
 
 @needs_package
 def test_peer_to_peer_contents_three_rounds_and_a_death(tmp_path: Path) -> None:
-    if importlib.util.find_spec("mooncake") is None:
-        pytest.skip("needs mooncake-transfer-engine-non-cuda")
-    # Mooncake is linked to a system library that NIXL's wheel has a copy of.
-    site = Path(torch.__file__).parents[1]
-    for copy in site.glob("nixl_cu12.libs/libibverbs-*"):
-        (tmp_path / "libibverbs.so.1").symlink_to(copy)
-    path = f"{tmp_path}:{site / 'nixl_cu12.libs'}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PEER_TO_PEER.format(tests=str(here.parent), here=str(here)))],
-        env={**os.environ, "LD_LIBRARY_PATH": path, "MC_LOG_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.stdout.strip().endswith("all right"), done.stdout[-2000:] + done.stderr[-2000:]
+    run_with_mooncake(PEER_TO_PEER.format(tests=str(here.parent), here=str(here)), tmp_path, timeout=150)
