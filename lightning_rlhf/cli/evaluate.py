@@ -24,7 +24,7 @@ from lightning_rlhf.cli.export import export
 from lightning_rlhf.cli.overrides import explain
 from lightning_rlhf.cli.pass_at_k import PromptResult, by_task, summarize
 from lightning_rlhf.cli.run import CONFIG_FILE, build
-from lightning_rlhf.cli.run_records import RecordError
+from lightning_rlhf.cli.run_records import RecordError, if_absent
 from lightning_rlhf.cli.show_config import compose_run
 from lightning_rlhf.cli.targets import ConfigError
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 2 if the model, the prompts or the reward are not there.
     """
     given = _parse(arguments)
+    if absent := if_absent(given.source):
+        return _refuse(absent.strip())
     try:
         sampling = _sampling(given)
         config = _config(given.source, given.overrides)

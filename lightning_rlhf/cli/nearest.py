@@ -5,6 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "beta": "kl_coef",
+    "kl_loss_coef": "kl_coef",
+    "epsilon": "clip_low",
+    "epsilon_high": "clip_high",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "num_iterations": "num_epochs",
+    "ppo_epochs": "num_epochs",
+    "ppo_mini_batch_size": "mini_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "train_batch_size": "prompts_per_step",
+    "batch_size": "prompts_per_step",
+    "num_generations": "num_rollouts",
+    "max_completion_length": "max_new_tokens",
+    "max_response_length": "max_new_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "max_steps": "max_rl_steps",
+    "total_training_steps": "max_rl_steps",
+    "model_name_or_path": "model.path",
+}
+"""What TRL, verl and transformers call an argument, and the end of the key that it has here."""
+
 
 def similarity(key: str, candidate: str) -> float:
     """How likely ``candidate`` is what the writer of ``key`` meant, from 0 to 1.
@@ -16,7 +40,12 @@ def similarity(key: str, candidate: str) -> float:
 
 
 def nearest(key: str, candidates: Iterable[str]) -> str | None:
-    """The most similar candidate, or None if none is similar enough to be offered."""
+    """The candidate by the name that other libraries have for it, else the most similar; None if none is near."""
+    candidates = list(candidates)
+    if known := ELSEWHERE.get(key.rpartition(".")[2]):
+        for candidate in candidates:
+            if f".{candidate}".endswith(f".{known}"):
+                return candidate
     score, best = max(((similarity(key, candidate), candidate) for candidate in candidates), default=(0.0, ""))
     return best if score >= 0.6 else None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_rlhf.callbacks.checkpoint import WANDB_RUN_ID, is_whole
 from lightning_rlhf.cli.megatron_weights import megatron_weights
 from lightning_rlhf.cli.run import CONFIG_FILE
-from lightning_rlhf.cli.run_records import RecordError
+from lightning_rlhf.cli.run_records import RecordError, if_absent
 from lightning_rlhf.engines.adapter import merge_into
 from lightning_rlhf.engines.checkpoint import read_model
 from lightning_rlhf.modules.on_policy import COUNTERS_KEY
@@ -46,7 +46,10 @@ def find_checkpoint(source: Path) -> Path:
             return whole[max(whole)]
         if found:
             raise RecordError(f"{folder}: none of {', '.join(sorted(p.name for p in found.values()))} is whole.")
-    raise RecordError(f"{source} is neither a checkpoint nor the folder of a run that has one (checkpoints/*.ckpt).")
+    raise RecordError(
+        f"{source} is neither a checkpoint nor the folder of a run that has one (checkpoints/*.ckpt)."
+        f"{if_absent(source)}"
+    )
 
 
 def model_of_run(checkpoint: Path) -> str:

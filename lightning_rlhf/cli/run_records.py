@@ -22,6 +22,16 @@ class RecordError(ValueError):
     """A run's folder lacks what was asked of it; the message says what was found and what to do."""
 
 
+def if_absent(path: Path) -> str:
+    """Of a path that is not there: a sentence that says so, and what is in the nearest folder that is; else ``""``."""
+    if path.exists():
+        return ""
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    held = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    return f" There is no {path}; {folder} holds {held or 'nothing'}."
+
+
 def read_history(run: Path) -> History:
     """Every metric of a run, by RL step.
 
@@ -38,7 +48,7 @@ def read_history(run: Path) -> History:
     if not files:
         raise RecordError(
             f"{run} holds no metrics.csv. Name a run's folder, such as outputs/NAME, of a run with a CSV logger "
-            f"(logger=csv, as by default)."
+            f"(logger=csv, as by default).{if_absent(run)}"
         )
     history: History = {}
     for file in files:
@@ -93,7 +103,7 @@ def dumped_steps(run: Path) -> dict[int, Path]:
             return dict(sorted(found.items()))
     raise RecordError(
         f"{run} holds no dumped rollouts ({FOLDER}/rl_step=*.jsonl or .parquet). Name a run's folder; RolloutDump "
-        f"writes them, unless the run said callbacks.rollout_dump=null."
+        f"writes them, unless the run said callbacks.rollout_dump=null.{if_absent(run)}"
     )
 
 

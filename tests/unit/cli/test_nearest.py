@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_rlhf.cli.nearest import did_you_mean, nearest, nearest_name
+from lightning_rlhf.cli.nearest import ELSEWHERE, did_you_mean, nearest, nearest_name
+from lightning_rlhf.cli.show_config import compose_run
+from lightning_rlhf.cli.validate import known_keys
 
 KEYS = [
     "seed",
@@ -32,6 +34,10 @@ KEYS = [
         ("algorithm.num_rollout", "rollout.num_rollouts"),
         ("data.sed", "data.seed"),
         ("trainer.device", "trainer.devices"),
+        ("algorithm.learning_rate", "algorithm.optimizer.lr"),  # as other libraries call it
+        ("num_generations", "rollout.num_rollouts"),
+        ("algorithm.beta", "algorithm.kl_coef"),
+        ("algorithm.max_steps", None),  # there is no such key among these, under any name
         ("zzz.qqq", None),
     ],
 )
@@ -47,3 +53,11 @@ def test_where_nothing_is_near_the_level_is_listed() -> None:
 def test_nearest_name_can_be_strict() -> None:
     assert nearest_name("projct", ["project", "offline"], at_least=0.8) == "project"
     assert nearest_name("entity", ["project", "offline"], at_least=0.8) is None
+
+
+def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
+    known = known_keys(compose_run(["model.path=anywhere"]))
+    for name in ELSEWHERE:
+        best = nearest(f"algorithm.{name}", known)
+        assert best is not None
+        assert f".{best}".endswith(f".{ELSEWHERE[name]}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.cli.run_records import RecordError, dumped_steps, read_history, read_rollouts
+from lightning_rlhf.cli.run_records import RecordError, dumped_steps, if_absent, read_history, read_rollouts
 
 
 def write(path: Path, text: str) -> Path:
@@ -48,3 +48,14 @@ def test_dumps_are_found_in_order_and_damage_is_named(tmp_path: Path) -> None:
         read_rollouts(write(tmp_path / "other.jsonl", "[1]\n"))
     with pytest.raises(RecordError, match="holds no dumped rollouts"):
         dumped_steps(tmp_path / "nowhere")
+
+
+def test_a_path_that_is_not_there_is_answered_by_what_is(tmp_path: Path) -> None:
+    write(tmp_path / "outputs" / "run-b" / "config.yaml", "")
+    write(tmp_path / "outputs" / "run-a" / "config.yaml", "")
+    assert if_absent(tmp_path / "outputs" / "run-a") == ""
+    assert if_absent(tmp_path / "outputs" / "run-c").endswith("outputs holds run-a, run-b.")
+    assert if_absent(tmp_path / "no" / "such" / "folder").endswith(f"{tmp_path} holds outputs.")
+    for read in (read_history, dumped_steps):
+        with pytest.raises(RecordError, match=r"There is no .*run-c; .* holds run-a, run-b"):
+            read(tmp_path / "outputs" / "run-c")
