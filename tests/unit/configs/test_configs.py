@@ -33,6 +33,7 @@ OPTIONS = sorted((group, file.stem) for group in GROUPS for file in (CONFIGS / g
 NEEDS = {
     # what an option asks of the command line
     ("data", "jsonl"): ["data.source.path={folder}/prompts.jsonl", "reward=gsm8k"],
+    ("reward", "function"): ["reward._target_=lightning_rlhf.rewards.gsm8k_reward"],
     ("reward", "model"): ["reward.model={folder}/judge"],
     ("reward", "remote"): ["reward.url=http://localhost:1/score"],
     ("strategy", "megatron_rl"): ["trainer.devices=2"],
@@ -186,3 +187,13 @@ def test_the_default_configuration_is_the_committed_one() -> None:
     found: dict[str, Any] = flatten(Inspection(compose_run([])))
     committed = yaml.safe_load(SNAPSHOT.read_text(encoding="utf-8"))
     assert found == committed, "if meant: lightning-rlhf show-config > tests/unit/configs/default.yaml"
+
+
+@pytest.mark.parametrize(
+    "experiment", [option for group, option in OPTIONS if group == "experiment" and "-qwen3_" not in option]
+)
+def test_data_and_reward_of_an_experiment_can_be_exchanged(experiment: str, folder: Path) -> None:
+    """Nothing that an experiment says belongs to one data source or reward alone."""
+    source = f"data.source.path={folder / 'prompts.jsonl'}"
+    overrides = [f"experiment={experiment}", "model.path=anywhere", "data=jsonl", source, "reward=gsm8k"]
+    assert Inspection(compose_run(overrides)).problems == []
