@@ -116,8 +116,14 @@ class _TokenLogProbs(torch.autograd.Function):
             raise RuntimeError(
                 "token_log_probs gives gradients, but not gradients of gradients: call backward without create_graph."
             )
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):  # as in the forward
+            return (*_TokenLogProbs._gradients(ctx, *grad_outputs), None, None, None, None)
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         hidden, head_weight, labels, entropies = ctx.saved_tensors
-        grad_log_probs, grad_entropies = grad_outputs
         if grad_log_probs is None:
             grad_log_probs = torch.zeros(len(hidden), dtype=ctx.dtype, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -142,7 +148,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 torch.mm(logits, head_weight, out=grad_hidden[rows])
             if grad_head is not None:
                 _accumulate_product(grad_head, logits, hidden[rows])
-        return grad_hidden, None if grad_head is None else grad_head.to(head_weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_head is None else grad_head.to(head_weight.dtype)
 
 
 def _accumulate_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

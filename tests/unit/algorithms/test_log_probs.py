@@ -184,3 +184,15 @@ def test_a_second_backward_gives_the_first_ones_gradients() -> None:
     again = torch.autograd.grad(loss, (hidden, head))
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_backward_within_autocast_has_the_precision_of_its_forward() -> None:
+    hidden, head, labels = _inputs(7, torch.float32)
+    log_probs, entropy = token_log_probs(hidden, head, labels, chunk_size=3, entropy=True)
+    assert entropy is not None
+    loss = (log_probs * entropy).sum()
+    outside = torch.autograd.grad(loss, (hidden, head), retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(loss, (hidden, head))
+    for one, other in zip(outside, inside, strict=True):
+        assert torch.equal(one, other)
