@@ -1,18 +1,21 @@
 """Replacing the weights of a vLLM model in place, and reading them back.
 
 A plain ``model.load_weights`` fails on CPU, where linear weights are packed and the original freed. vLLM's layerwise
-reload gives each layer an unpacked shadow, fills it, packs it into the storage in use. Four things it leaves to us:
+reload gives each layer an unpacked shadow, fills it, packs it into the storage in use. Five things it leaves to us:
 
 1. the tied head on CPU has a packed copy of its own, which goes stale silently: it is packed again;
 2. layers that get part of their tensors (q_proj without k_proj) are filled up with garbage: a push must be whole;
 3. a tensor that waits for the others of its fused layer is kept by reference: it is copied, since a transport's buffer
    may be written again by then;
-4. the prefix cache stays: the manager of the push resets it.
+4. experts on CPU are packed at the first load only, and unpacked ones give wrong numbers silently: they are packed at
+   every push;
+5. the prefix cache stays: the manager of the push resets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,16 +43,17 @@ def load_in_place(
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
-    try:
-        targets = {name: parameter for name, parameter in model.named_parameters() if name not in names.aliases}
-        at_once = _loaded_at_once(targets)
-        loaded = model.load_weights(_safe_to_keep(names.check(named_tensors), at_once, targets))
-        forgotten = sorted(set(targets) - set(loaded))
-        if forgotten:
-            raise ValueError(f"Weight push: vLLM filled all but {forgotten[:8]} of its own parameters.")
-    finally:
-        finalize_layerwise_reload(model, model_config)
-        _pack_head_again(model, names)
+    with _experts_packed_again(model):
+        try:
+            targets = {name: parameter for name, parameter in model.named_parameters() if name not in names.aliases}
+            at_once = _loaded_at_once(targets)
+            loaded = model.load_weights(_safe_to_keep(names.check(named_tensors), at_once, targets))
+            forgotten = sorted(set(targets) - set(loaded))
+            if forgotten:
+                raise ValueError(f"Weight push: vLLM filled all but {forgotten[:8]} of its own parameters.")
+        finally:
+            finalize_layerwise_reload(model, model_config)
+            _pack_head_again(model, names)
 
 
 def _loaded_at_once(targets: dict[str, nn.Parameter]) -> set[str]:
@@ -65,6 +69,44 @@ def _safe_to_keep(
         value = tensor.detach()
         # A padded parameter counts as incomplete until the push ends, so its tensor is kept as well.
         yield name, value if name in at_once and targets[name].shape == value.shape else value.clone()
+
+
+@contextmanager
+def _experts_packed_again(model: nn.Module) -> Iterator[None]:
+    """Has every mixture of experts that is loaded inside packed for vLLM's CPU kernel.
+
+    vLLM's ``UnquantizedFusedMoEMethod`` packs in ``fused_experts.process_weights_after_loading``, which it calls when
+    it builds the kernel and not when weights are replaced. The call is added where it belongs: on the unpacked shadow,
+    before it is copied into the storage in use, since packing may pad.
+    """
+    from vllm.platforms import current_platform
+
+    methods: list[Any] = [] if not current_platform.is_cpu() else _methods_of_experts(model)
+    for method in methods:
+        method.process_weights_after_loading = _then_packed(method)
+    try:
+        yield
+    finally:
+        for method in methods:
+            del method.process_weights_after_loading  # the class's own is seen again
+
+
+def _methods_of_experts(model: nn.Module) -> list[Any]:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    return [module for module in model.modules() if isinstance(module, UnquantizedFusedMoEMethod)]
+
+
+def _then_packed(method: Any) -> Callable[[nn.Module], None]:
+    process = method.process_weights_after_loading
+
+    def process_and_pack(layer: nn.Module) -> None:
+        built_now = method.moe_kernel is None
+        process(layer)
+        if not built_now:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    return process_and_pack
 
 
 def _pack_head_again(model: nn.Module, names: WeightNames) -> None:
