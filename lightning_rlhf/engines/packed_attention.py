@@ -75,11 +75,21 @@ def packed_attention(
             f"packed attention does not compute. Use a model with plain causal attention."
         )
     grouped_heads = query.shape[1] != key.shape[1]
+    if value.is_cuda:
+        query, key = as_values(query, key, value)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
         attended = _flash(query, key, value, packed_layout, scaling, sliding_window, grouped_heads)
     else:
         attended = _grouped_sdpa(query, key, value, packed_layout, scaling, dropout, sliding_window, grouped_heads)
     return attended[None], None
+
+
+def as_values(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys in the dtype of values: under autocast the rotary embedding leaves them in fp32.
+
+    No CUDA kernel takes several dtypes; on a CPU all are fp32 in the end.
+    """
+    return query.to(value.dtype), key.to(value.dtype)
 
 
 def _flash(
@@ -123,7 +133,7 @@ def _grouped_sdpa(
     sliding_window: int | None,
     grouped_heads: bool,
 ) -> Tensor:
-    dtype = value.dtype  # under autocast the rotary embedding leaves queries and keys in fp32
+    dtype = value.dtype  # that of queries and keys may be fp32
     if not query.is_cuda and dtype in (torch.bfloat16, torch.float16):
         # PyTorch's CPU kernel takes three times as long for its backward in half precision as in fp32
         query, key, value = query.float(), key.float(), value.float()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_rlhf.engines.packed_attention import packed_attention
+from lightning_rlhf.engines.packed_attention import as_values, packed_attention
 from lightning_rlhf.engines.packed_layout import PackedLayout
 
 
@@ -111,3 +112,12 @@ def test_what_it_does_not_compute_is_refused() -> None:
         packed_attention(nn.Identity(), *states, torch.zeros(4, 4), packed_layout=_layout([4]))
     with pytest.raises(NotImplementedError, match="not causal"):
         packed_attention(nn.Identity(), *states, None, packed_layout=_layout([4]), is_causal=False)
+
+
+def test_cuda_kernels_get_queries_and_keys_in_the_dtype_of_values() -> None:
+    query, key, value = (states.float() for states in _states([3, 4]))
+    half = value.bfloat16()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        scaled_dot_product_attention(query, key, half, enable_gqa=True)
+    query, key = as_values(query, key, half)
+    assert scaled_dot_product_attention(query, key, half, enable_gqa=True).dtype is torch.bfloat16
