@@ -33,6 +33,8 @@ from lightning_rlhf.data.loader import collate_prompts
 from lightning_rlhf.rewards import score
 from lightning_rlhf.types import PromptBatch, Rollouts
 
+DEFAULT_MODEL_LEN = 2048
+"""Tokens of prompt and response together, for a model with that many positions."""
 REFUSED = 2
 """Exit status if it cannot be evaluated."""
 
@@ -86,7 +88,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=None, help="(default: 0 for one sample, else 1)")
     parser.add_argument("--top-p", type=float, default=1.0, help="(default: 1)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: 128)")
-    parser.add_argument("--max-model-len", type=int, default=2048, metavar="N", help="(default: 2048)")
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="N", help="(default: 2048, or the model's positions if they are fewer)"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="the first N prompts alone")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
     parser.add_argument("--rollout", choices=["vllm", "hf"], default="vllm", help="what samples (default: vllm)")
@@ -205,13 +209,14 @@ def _engine(model: str, given: argparse.Namespace) -> RolloutEngine:
     import torch
 
     engine: RolloutEngine
+    max_model_len = given.max_model_len or _positions(model)
     if given.rollout == "vllm":
         from lightning_rlhf.rollout.vllm import VLLMEngine
 
         engine = VLLMEngine(
             model,
             dtype=given.dtype,
-            max_model_len=given.max_model_len,
+            max_model_len=max_model_len,
             kv_cache_bytes=2**30,
             load_format="auto",
             seed=given.seed,
@@ -223,10 +228,16 @@ def _engine(model: str, given: argparse.Namespace) -> RolloutEngine:
 
         dtype = getattr(torch, given.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        engine = HFReferenceEngine(model, max_model_len=given.max_model_len, dtype=dtype, device=device)
+        engine = HFReferenceEngine(model, max_model_len=max_model_len, dtype=dtype, device=device)
         engine.load_weights(iter(AutoModelForCausalLM.from_pretrained(model, dtype=dtype).named_parameters()))
     engine.weight_version = 0
     return engine
+
+
+def _positions(model: str) -> int:
+    from transformers import AutoConfig
+
+    return min(DEFAULT_MODEL_LEN, int(AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings))
 
 
 def results_of(rollouts: Rollouts, *, task_key: str) -> list[PromptResult]:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from support.fork import run_distributed
 from support.toy import toy_data, toy_module, toy_trainer
+from transformers import AutoConfig
 
 from lightning_rlhf.callbacks import RLCheckpoint
-from lightning_rlhf.cli.evaluate import main
+from lightning_rlhf.cli.evaluate import _positions, main
 from lightning_rlhf.cli.inspect_rollouts import main as inspect
 
 
@@ -118,3 +119,11 @@ def test_vllm_and_transformers_answer_alike(
     assert fast["rollout"] == "vllm"
     for name in ("all", "tasks"):
         assert fast[name] == slow[name]  # greedy, fp32
+
+
+def test_without_a_length_a_model_has_no_more_than_its_positions(tmp_path: Path, tiny_directory: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_directory)
+    for positions, expected in ((256, 256), (100_000, 2048)):
+        config.max_position_embeddings = positions
+        config.save_pretrained(tmp_path)
+        assert _positions(str(tmp_path)) == expected
