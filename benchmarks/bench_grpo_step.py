@@ -3,10 +3,11 @@
 Both sides: the same model in fp32, the same questions (one-digit sums of reasoning-gym) and verifier, 8 prompts x 8
 rollouts of at most 24 tokens at temperature 1, one AdamW step over all of them, loss over one global token count, no
 reference model, all cores as threads of one process. What differs is how each does it: TRL generates with transformers
-and computes what every rollout's prompt is; this product generates with vLLM and computes a group's prompt once
-(`share_prompts`: the same numbers to 1e-5, see `bench_shared_prompts.py`). `ours_fp32` computes in fp32 as TRL does;
-`ours_best` is the fastest setting: bf16 compute and generation, and groups of equal rewards, whose gradient is
-zero, left out of the update (`skip_zero_advantages`). `ours_two_ranks` is `ours_fp32` sharded over one process a core.
+and computes every row with its prompt; this product generates with vLLM, computes a group's prompt once
+(`share_prompts`: the same numbers to 1e-5, see `bench_shared_prompts.py`) and leaves groups of equal rewards, whose
+gradient is zero, out of the update (`skip_zero_advantages`). `ours_fp32` computes in fp32 as TRL does, `ours_best` in
+bf16, generation too. `ours_fp32_all_rows` leaves no group out, and `ours_two_ranks` is that sharded over one process a
+core.
 Sides take turns within each round; the first step of every run, which loads and compiles, is left out.
 
 The limit printed beside: the time that the step's matrix products alone would take at the machine's measured rate.
@@ -48,8 +49,9 @@ ONE_PROCESS = [
     "+algorithm.logits_chunk_size=2048",
 ]
 OUR_SIDES = {
-    "ours_fp32": ["trainer.precision=32-true", *ONE_PROCESS],
+    "ours_fp32": ["trainer.precision=32-true", "+algorithm.skip_zero_advantages=true", *ONE_PROCESS],
     "ours_best": ["trainer.precision=bf16-mixed", "+algorithm.skip_zero_advantages=true", *ONE_PROCESS],
+    "ours_fp32_all_rows": ["trainer.precision=32-true", *ONE_PROCESS],
     "ours_two_ranks": ["trainer.precision=32-true", "strategy.share_prompts=true"],
 }
 
