@@ -39,6 +39,7 @@ from lightning_rlhf.contracts.precision import compute_dtype_of
 from lightning_rlhf.strategies import checkpoints
 from lightning_rlhf.strategies.background import BackgroundSave
 from lightning_rlhf.strategies.processes import die_with_parent
+from lightning_rlhf.strategies.sigterm import SigtermNote
 
 T = TypeVar("T")
 
@@ -79,6 +80,7 @@ class RLStrategy(ParallelStrategy):
         self._mesh: DeviceMesh | None = None
         self.background = BackgroundSave()
         self._save_group: dist.ProcessGroup | None = None
+        self._sigterm: SigtermNote | None = None
 
     # --- the layout ---------------------------------------------------------------------------------------------
 
@@ -355,6 +357,18 @@ class RLStrategy(ParallelStrategy):
             raise ValueError(f"{type(self).__name__} never unpickles a checkpoint; drop weights_only=False.")
         self.finish_save()
         return checkpoints.load(self, Path(self.broadcast(str(checkpoint_path))))
+
+    @override
+    def on_train_start(self) -> None:
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        self._sigterm = SigtermNote(trainer) if trainer is not None and self.world_size > 1 else None
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        if self._sigterm is not None:
+            self._sigterm.tell()
+        return output
 
     @property
     def save_group(self) -> dist.ProcessGroup | None:
