@@ -1,7 +1,7 @@
 """SIGTERM, by which a scheduler ends a run: each rank notes it, and all stop together after the RL step.
 
 Lightning's own handler (2.6.6, `signal_connector.py`) broadcasts from within the signal. In the middle of another
-collective, where a rank of an RL step mostly is, that pairs with whatever the other ranks do next, and all wait for ever.
+collective, where a rank of an RL step mostly is, that pairs with whatever the others do next, and all wait for ever.
 """
 
 from __future__ import annotations

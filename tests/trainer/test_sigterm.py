@@ -31,9 +31,10 @@ def reward(prompts, responses, metadata):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    rollout = rl.HFRollout(num_rollouts=2, max_new_tokens=4)
     trainer = pl.Trainer(
         strategy="fsdp2_rl", devices=2, accelerator="cpu", logger=False, max_epochs=1000, default_root_dir=FOLDER,
-        callbacks=[rl.HFRollout(num_rollouts=2, max_new_tokens=4), rl.WeightSync(), rl.RLCheckpoint(every_n_rl_steps=1)],
+        callbacks=[rollout, rl.WeightSync(), rl.RLCheckpoint(every_n_rl_steps=1)],
         enable_progress_bar=False,
     )
     module = rl.GRPO(model=MODEL, reward=reward, optimizer=partial(torch.optim.AdamW, lr=1e-3))
