@@ -35,8 +35,6 @@ def _arguments(folder: Path, *more: str) -> list[str]:
         f"model.path={folder / 'model'}",
         "data=jsonl",
         f"data.source.path={folder / 'data.jsonl'}",
-        "~data.source.size",
-        "~data.source.task_config",
         "reward=gsm8k",
         "strategy=fsdp2_rl",
         "trainer.devices=2",
