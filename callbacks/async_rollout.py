@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_rlhf.batching.exchange import all_gather_bytes
-from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step
+from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step, replace_prompts
 from lightning_rlhf.callbacks.rollout_window import Prompt, RolloutWindow, batch_of, prompts_of
 from lightning_rlhf.contracts.rollout import SamplingConfig
 from lightning_rlhf.data import PromptDataModule
@@ -168,7 +168,7 @@ class AsyncRollout:
             versions_per_step=self._per_step,
             on_wait=self.engine.push_if_none_serves,
         )
-        _replace_prompts(batch, batch_of([group.prompt for group in groups]))
+        replace_prompts(batch, batch_of([group.prompt for group in groups]))
         sequences = [sequence for group in groups for sequence in group.sequences]
         return Rollouts.from_sequences(sequences, temperature=self.sampling.temperature or 1.0)
 
@@ -196,7 +196,7 @@ class AsyncRollout:
             num_replicas=self._ranks,
             device=actor.device,
         )
-        _replace_prompts(batch, step.prompts)
+        replace_prompts(batch, step.prompts)
         batch.rollouts = step.rollouts
         self.module.note_metrics(step.metrics)
 
@@ -241,8 +241,3 @@ class AsyncRollout:
         actor = self.module.actor
         parts = all_gather_bytes(json.dumps(own).encode(), group=actor.data_parallel_group, device=actor.device)
         return [json.loads(part) for part in parts]
-
-
-def _replace_prompts(batch: PromptBatch, others: PromptBatch) -> None:
-    batch.uids, batch.prompt_token_ids = others.uids, others.prompt_token_ids
-    batch.prompts, batch.metadata = others.prompts, others.metadata

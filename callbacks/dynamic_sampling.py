@@ -65,6 +65,12 @@ class FilledStep:
     metrics: dict[str, float]
 
 
+def replace_prompts(batch: PromptBatch, others: PromptBatch) -> None:
+    """Makes the prompts of a batch those that its groups are of; its rollouts stay."""
+    batch.uids, batch.prompt_token_ids = others.uids, others.prompt_token_ids
+    batch.prompts, batch.metadata = others.prompts, others.metadata
+
+
 def fill_step(
     first: PromptBatch,
     *,

@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_rlhf.batching.checks import check_batch_sizes
-from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step
+from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step, replace_prompts
 from lightning_rlhf.callbacks.episodes import episode_sampler, note_episodes
 from lightning_rlhf.callbacks.greedy_baseline import add_baselines
 from lightning_rlhf.callbacks.on_policy import as_on_policy
@@ -284,8 +284,7 @@ class RolloutCallback(RLCallback):
             device=module.actor.device,
             stand_by=stand_by,
         )
-        batch.uids, batch.prompt_token_ids = step.prompts.uids, step.prompts.prompt_token_ids
-        batch.prompts, batch.metadata = step.prompts.prompts, step.prompts.metadata
+        replace_prompts(batch, step.prompts)
         batch.rollouts = step.rollouts
         module.note_metrics(step.metrics)
 

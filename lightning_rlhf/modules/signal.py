@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from lightning_rlhf.contracts.engine import BaseEngine
 from lightning_rlhf.types import Experience
 
@@ -60,7 +58,5 @@ def rows_with_signal(mini_batch: Experience) -> Experience:
 
     The weights hold the global counts of all rows, so the loss and its gradient stay what they were.
     """
-    has_signal = torch.zeros(len(mini_batch), dtype=torch.bool, device=mini_batch.tokens.device)
     moved = (mini_batch.advantages != 0) & mini_batch.loss_mask
-    has_signal.index_put_((mini_batch.sequence_ids[moved],), torch.ones((), dtype=torch.bool, device=moved.device))
-    return mini_batch.select(has_signal.nonzero().flatten().tolist())
+    return mini_batch.select(mini_batch.sequence_ids[moved].unique())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,6 @@ from lightning_rlhf.strategies import MegatronRLStrategy
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 
 PROMPTS = prompt_batch({"a": [5, 6, 7], "b": [9, 10, 11, 12, 13], "c": [20]})
-
-
-@pytest.fixture
-def engines() -> Iterator[list[VLLMEngine]]:
-    """Shuts down what a test puts in."""
-    built: list[VLLMEngine] = []
-    yield built
-    for engine in built:
-        engine.shutdown()
 
 
 @pytest.mark.parametrize(

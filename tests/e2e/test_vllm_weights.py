@@ -30,15 +30,6 @@ PROMPTS = prompt_batch({"a": [5, 6, 7], "b": [9, 10, 11, 12, 13], "c": [20]})
 SAMPLING = SamplingConfig(n=2, max_new_tokens=12)
 
 
-@pytest.fixture
-def engines() -> Iterator[list[VLLMEngine]]:
-    """Shuts down what a test puts in."""
-    built: list[VLLMEngine] = []
-    yield built
-    for engine in built:
-        engine.shutdown()
-
-
 def push(engine: VLLMEngine, named_tensors: Iterator[tuple[str, Tensor]], *, version: int = 0) -> None:
     engine.load_weights(named_tensors)
     engine.reset_prefix_cache()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.tiny import write_tiny_model
+from support.waiting import alive
 
 TESTS = Path(__file__).parents[1]
 PARTS = ["--config-dir", str(TESTS / "support" / "cli_configs"), "experiment=parts"]
@@ -43,11 +44,6 @@ def start(
 def reports(folder: Path) -> list[dict[str, Any]]:
     """What ``support.cli_parts.Algorithm`` wrote on each rank, by rank."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
-
-
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def assert_all_end(ranks: list[dict[str, Any]], *, why: str) -> None:

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from support.waiting import alive
+
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -33,11 +35,6 @@ if __name__ == "__main__":
 """
 
 
-def _alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
 def test_a_killed_run_leaves_no_rank_behind(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
@@ -50,11 +47,11 @@ def test_a_killed_run_leaves_no_rank_behind(tmp_path: Path) -> None:
             time.sleep(0.2)
         other = int((tmp_path / "pid-1").read_text())
         assert int((tmp_path / "pid-0").read_text()) == run.pid
-        assert _alive(other)
+        assert alive(other)
         os.kill(run.pid, signal.SIGKILL)
         run.wait(10)
         end = time.monotonic() + 10
-        while _alive(other):
+        while alive(other):
             assert time.monotonic() < end, "rank 1 outlived rank 0"
             time.sleep(0.1)
     finally:

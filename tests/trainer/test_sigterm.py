@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.waiting import alive
 
 SCRIPT = """
 import os, sys, time
@@ -42,11 +43,6 @@ if __name__ == "__main__":
 """
 
 
-def _alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
 def _wait_for(*paths: Path, run: subprocess.Popen[str]) -> None:
     end = time.monotonic() + 120
     while not all(path.exists() for path in paths):
@@ -73,7 +69,7 @@ def test_ranks_end_together_with_the_step(tmp_path: Path, tiny_directory: Path, 
         run.kill()
     assert run.returncode in (0, 128 + signal.SIGTERM), errors[-2000:]
     end = time.monotonic() + 10
-    while _alive(pids[1]):
+    while alive(pids[1]):
         assert time.monotonic() < end, "rank 1 goes on"
         time.sleep(0.1)
     assert [path.name for path in tmp_path.rglob("rl_step=*.ckpt")] == ["rl_step=000001.ckpt"]

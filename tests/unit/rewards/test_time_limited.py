@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 from support.rewards import BreaksWhenLoaded, eight_answers, not_importable, spends
+from support.waiting import alive
 
 from lightning_rlhf.rewards import Failure, RewardBrokenError, TimeLimited, WeightedRewards, row_server, score
 
@@ -22,11 +23,6 @@ Where = Literal["process", "thread"]
 
 def of(reward: Any, responses: list[str]) -> list[float | Failure]:
     return list(reward([""] * len(responses), responses, [{}] * len(responses)))
-
-
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.fixture(scope="module")
