@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.weights.checksum import BLOCK_BYTES, RunningChecksum, as_bytes
+from lightning_rlhf.weights.streaming import copy_bytes
 
 ALIGNMENT = 64
 """Bytes between the starts of pieces; a whole number of elements of every dtype."""
@@ -214,8 +215,7 @@ class _OpenBucket:
         self.buffer = buffer
         self.size = size
         self.header_bytes = 0
-        # summed while they are in the cache still; without a full checksum there is no reason to copy in parts
-        self._copied_at_once = (1 << 62) if sampled else BLOCK_BYTES
+        self._sampled = sampled
         self.filled = 0
         self.pieces: list[Piece] = []
         self.checksum = RunningChecksum(buffer, sampled=sampled, turn=turn)
@@ -229,10 +229,13 @@ class _OpenBucket:
     def put(self, content: Tensor, *, name: str, dtype: str, shape: tuple[int, ...], start: int) -> None:
         place, size = self._place(), content.numel()
         self.buffer[self.filled : place].zero_()  # the gap is part of the checksum
-        for done in range(0, size, self._copied_at_once):
-            count = min(self._copied_at_once, size - done)
-            self.buffer[place + done : place + done + count].copy_(content[done : done + count])
-            self.checksum.advance(place + done + count)
+        if self._sampled:
+            copy_bytes(self.buffer[place : place + size], content)
+        else:  # in parts, which are summed while they are in the cache still
+            for done in range(0, size, BLOCK_BYTES):
+                count = min(BLOCK_BYTES, size - done)
+                self.buffer[place + done : place + done + count].copy_(content[done : done + count])
+                self.checksum.advance(place + done + count)
         self.filled = place + size
         self.pieces.append(Piece(name=name, dtype=dtype, shape=shape, start=start, place=place, num_bytes=size))
         self.header_bytes += len(json.dumps(name)) + _ENTRY_BYTES + _NUMBER_BYTES * len(shape)
@@ -318,7 +321,7 @@ class BucketReader:
                 raise BucketError(f"{piece.name}: its pieces disagree on its size.")
             part = whole[filled : filled + piece.num_bytes]
             if not self._in_place:
-                part.copy_(content)
+                copy_bytes(part, content)
             elif part.data_ptr() != content.data_ptr():
                 raise BucketError(f"{piece.name}: its pieces do not lie back to back.")
             filled += piece.num_bytes

@@ -4,6 +4,7 @@ The body of a sync (see `connected`) needs one message only: buckets are frames,
 the memory (`frames`). Whoever waits for the other side looks at the connection meanwhile::
 
     S       frame    a bucket and its header                R    taken, then released
+    S       frame    without either: the last one
     S -> R  end      how many buckets there were
 
 CUDA IPC (a receiver reading the sender's device memory) is not there: tensors on a GPU pass through host memory.
@@ -32,6 +33,10 @@ from lightning_rlhf.weights.shm_link import PREFIX, ShmReceiverLink, ShmSenderLi
 
 ENOUGH_BYTES = 16 << 20
 """Of a frame: small enough that receivers start early, large enough that what is done once a frame costs nothing."""
+
+
+_LAST = b""
+"""Header of the frame after the last bucket's: whoever waits for a frame looks for messages only after a while."""
 
 
 @CheckpointEngineRegistry.register("shm")
@@ -97,6 +102,8 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         for header in packer.pack(stream):
             writer.publish(header.num_bytes, json.dumps(header.to_json()).encode())
             count += 1
+        self._room(writer, 0, 0)
+        writer.publish(0, _LAST)
         return {"buckets": count}
 
     def _room(self, writer: FrameWriter, num_bytes: int, following: int) -> Tensor:
@@ -129,31 +136,35 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         reader.restart(self.direct_destinations())
         self._end = None
         frames = link.frames
-        while isinstance(found := self._next_frame(channel, frames), Frame):
-            header = BucketHeader.from_json(json.loads(found.header))
-            if header.num_bytes != found.content.numel():
+        while (frame := self._next_frame(channel, frames)).header != _LAST:
+            header = BucketHeader.from_json(json.loads(frame.header))
+            if header.num_bytes != frame.content.numel():
                 raise PeerError(
-                    f"said {header.num_bytes} bytes of a bucket that has {found.content.numel()}.",
+                    f"said {header.num_bytes} bytes of a bucket that has {frame.content.numel()}.",
                     peer=channel.peer,
                     phase="receive",
                 )
-            yield from reader.read(header, found.content)
+            yield from reader.read(header, frame.content)
             frames.take()
             if not self.holds_yielded() and not reader.needs_buffers:
                 frames.release()
-        reader.finish(int(found["buckets"]))
+        frames.take()
+        frames.release()
+        reader.finish(int(self._last_message(channel)["buckets"]))
 
-    def _next_frame(self, channel: Channel, frames: FrameReader) -> Frame | Message:
-        """The next frame; after the last one, the message that ends the sync."""
+    def _last_message(self, channel: Channel) -> Message:
+        return self._end or self.expect(channel, ("end",), phase="receive")
+
+    def _next_frame(self, channel: Channel, frames: FrameReader) -> Frame:
+        """The next frame; the message that ends the sync may come while it is waited for."""
         deadline = time.monotonic() + PATIENCE * self.timeout
 
-        def attempt() -> Any:  # a frame, a message, or None
-            if (frame := frames.next()) is not None:
-                return frame
-            if frames.is_needed():
+        def attempt() -> Frame | None:
+            frame = frames.next()
+            if frame is None and frames.is_needed():
                 self.before_reuse()
                 frames.release()
-            return self._end
+            return frame
 
         def pause(seconds: float) -> None:
             if channel.holds_message() or readable([channel], timeout=seconds):
@@ -161,5 +172,4 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
             elif time.monotonic() > deadline:
                 raise PeerError(f"no answer within {PATIENCE * self.timeout:g} s.", peer=channel.peer, phase="receive")
 
-        found: Frame | Message = wait_for(attempt, pause=pause)
-        return found
+        return wait_for(attempt, pause=pause)
