@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,6 +86,11 @@ class RolloutCallback(RLCallback):
             )
         if turn_limits is not None and environment is None:
             raise ValueError("turn_limits= bound the episodes of an environment, but there is no environment=.")
+        if environment is not None and not callable(environment):
+            raise TypeError(
+                f"environment= makes the environment of each episode: a class or functools.partial of one, not an "
+                f"object that all would share; got one of {type(environment).__name__}."
+            )
         self.sampling = SamplingConfig(
             n=num_rollouts,
             max_new_tokens=max_new_tokens,
@@ -92,18 +98,11 @@ class RolloutCallback(RLCallback):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
-            stop=tuple(stop),
-            stop_token_ids=tuple(stop_token_ids),
+            stop=stop if isinstance(stop, str) else tuple(stop),  # one text is refused, not taken apart
+            stop_token_ids=stop_token_ids if isinstance(stop_token_ids, int | str) else tuple(stop_token_ids),
             seed=seed,
         )
-        self.eval_sampling = SamplingConfig(
-            n=1,
-            max_new_tokens=max_new_tokens,
-            temperature=0.0,
-            stop=tuple(stop),
-            stop_token_ids=tuple(stop_token_ids),
-            seed=seed,
-        )
+        self.eval_sampling = dataclasses.replace(self.sampling, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         self.max_model_len = max_model_len
         self.weight_sync = weight_sync
         self.dynamic_sampling = dynamic_sampling
@@ -135,7 +134,23 @@ class RolloutCallback(RLCallback):
                 f"{type(self).__name__} has no WeightSync beside it: it would always sample from the starting weights. "
                 f"Add rl.WeightSync() to Trainer(callbacks=...), or say {type(self).__name__}(weight_sync=False)."
             )
+        if syncs and not self.weight_sync:
+            raise ValueError(
+                f"{type(self).__name__}(weight_sync=False) samples from the starting weights throughout, and the "
+                f"WeightSync beside it would push others: leave one of the two out."
+            )
         self._sync = syncs[0] if syncs else None
+        if self._sync is not None and self._sync.checkpoint_engine.remote and self.in_this_process:
+            raise ValueError(
+                f"{type(self._sync.checkpoint_engine).__name__} carries weights to other processes, but "
+                f"{type(self).__name__} samples in this one: use WeightSync(engine='naive'), or "
+                f"VLLMRollout(mode='server')."
+            )
+
+    @property
+    def in_this_process(self) -> bool:
+        """Whether the engine is in the training process, where weights are handed over."""
+        return True
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -59,8 +59,14 @@ class ServerSettings:
             raise ValueError(
                 f"replicas={self.replicas} and tensor_parallel_size={self.tensor_parallel_size} must be at least 1."
             )
+        if not self.start_seconds > 0 or not self.stall_seconds > 0 or self.max_deaths < 0:
+            raise ValueError(
+                f"start_seconds={self.start_seconds} and stall_seconds={self.stall_seconds} must be more than 0, "
+                f"max_deaths={self.max_deaths} at least 0."
+            )
         if self.in_flight not in ("keep", "resubmit"):
             raise ValueError(f"in_flight={self.in_flight!r}: expected 'keep' or 'resubmit'.")
+        self._check_urls()
         if self.urls and (self.replicas != 1 or self.tensor_parallel_size != 1 or self.devices is not None):
             raise ValueError(
                 "urls= names replicas that run already: replicas=, tensor_parallel_size= and devices= are decided "
@@ -73,6 +79,14 @@ class ServerSettings:
                     f"devices= needs {self.replicas} lists of {self.tensor_parallel_size} device numbers, one list for "
                     f"each replica, got {[list(one) for one in self.devices]}."
                 )
+
+    def _check_urls(self) -> None:
+        if isinstance(self.urls, str):
+            raise ValueError(f"urls= is a list, got one text: say urls=[{self.urls!r}].")
+        if wrong := [url for url in self.urls if not url.startswith(("http://", "https://"))]:
+            raise ValueError(f"urls= begin with http:// or https://, got {wrong}.")
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError(f"urls= names a replica twice: {list(self.urls)}.")
 
     def token_of_urls(self) -> str:
         """The token of replicas that run already.

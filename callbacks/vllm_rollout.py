@@ -47,7 +47,7 @@ class VLLMRollout(RolloutCallback):
         dtype: of vLLM's weights, ``"float32"`` or ``"bfloat16"``; None follows ``Trainer(precision=)``.
         max_num_seqs: responses sampled side by side.
         kv_cache_bytes: memory of the key-value cache.
-        engine_kwargs: passed on to ``vllm.LLM``.
+        engine_kwargs: more of vLLM's ``EngineArgs``; it refuses unknown ones.
         **rollout: see ``RolloutCallback``.
     """
 
@@ -104,11 +104,15 @@ class VLLMRollout(RolloutCallback):
         self.eval_sampling = dataclasses.replace(self.eval_sampling, guide=guide)
         if mode not in ("colocated", "server"):
             raise ValueError(f"VLLMRollout(mode={mode!r}): expected 'colocated' or 'server'.")
+        if dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"VLLMRollout(dtype={dtype!r}): vLLM's weights are 'float32' or 'bfloat16' here.")
+        if max_num_seqs < 1 or kv_cache_bytes < 1:
+            raise ValueError(f"max_num_seqs={max_num_seqs} and kv_cache_bytes={kv_cache_bytes} must be at least 1.")
         self.server = ServerSettings(
             replicas=replicas,
             tensor_parallel_size=tensor_parallel_size,
             devices=devices,
-            urls=tuple(urls),
+            urls=urls if isinstance(urls, str) else tuple(urls),  # one text is refused, not taken apart
             token=token,
             in_flight=in_flight,
             **(server or {}),
@@ -131,6 +135,11 @@ class VLLMRollout(RolloutCallback):
         self._async: AsyncRollout | None = None
         self._restored: list[dict[str, Any]] | None = None
         self.mode = mode
+    @property
+    @override
+    def in_this_process(self) -> bool:
+        return self.mode == "colocated"
+
         self.dtype = dtype
         self.max_num_seqs = max_num_seqs
         self.kv_cache_bytes = kv_cache_bytes

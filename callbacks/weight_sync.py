@@ -58,13 +58,16 @@ class WeightSync(RLCallback):
         probe_tolerance: float | None = None,
         timeout: float = 600.0,
     ) -> None:
-        if every not in ("optimizer_step", "rollout") and not (isinstance(every, int) and every >= 1):
+        number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+        if every not in ("optimizer_step", "rollout") and not number:
             raise ValueError(f"WeightSync(every={every!r}): expected 'optimizer_step', 'rollout' or a number of steps.")
         self.checkpoint_engine = CheckpointEngineRegistry.new(engine, **(engine_kwargs or {}))
         self.every = every
         if not timeout > 0:
             raise ValueError(f"WeightSync(timeout={timeout}): expected seconds, more than 0.")
         self.probe_tolerance = probe_tolerance
+        if probe_tolerance is not None and not probe_tolerance >= 0:
+            raise ValueError(f"WeightSync(probe_tolerance={probe_tolerance}): expected nats, at least 0.")
         self.timeout = timeout
         self.last_receipt: Receipt | None = None
         self._manager: CheckpointEngineManager | None = None

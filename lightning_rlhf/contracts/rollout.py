@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,10 @@ class Guide:
             raise ValueError(f"A Guide has one of regex, json_schema and choice (a list of texts), got {self}.")
 
 
+LOWEST_TEMPERATURE = 0.01
+"""Above 0: vLLM samples at this one when asked for less, and the trainer's log-probs would be at what was asked."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How responses are drawn.
@@ -45,7 +50,7 @@ class SamplingConfig:
     Attributes:
         n: responses for each prompt (the group's size, G).
         max_new_tokens: limit on a response's tokens.
-        temperature: divides the logits; 0 is greedy.
+        temperature: divides the logits; 0 is greedy. Nothing between 0 and 0.01, which vLLM would raise to 0.01.
         top_p: nucleus mass kept, 1 keeps all.
         top_k: candidates kept, 0 keeps all.
         min_p: candidates below this share of the most likely one are dropped.
@@ -55,7 +60,8 @@ class SamplingConfig:
         guide: a form that responses have; log-probs are then those of the distribution without what would leave it.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if a number is out of its range, or one text stands where a list of them is expected.
+        TypeError: if a count or an id is no integer, or the guide is none.
     """
 
     n: int = 1
@@ -70,16 +76,32 @@ class SamplingConfig:
     guide: Guide | None = None
 
     def __post_init__(self) -> None:
-        """Refuses numbers out of range."""
+        """Refuses numbers out of range, and what Python would take for something else."""
+        self._check_types()
         if self.n < 1 or self.max_new_tokens < 1:
             raise ValueError(f"n={self.n} and max_new_tokens={self.max_new_tokens} must be at least 1.")
         if "" in self.stop:
             raise ValueError("stop holds an empty string, which would end every response at its first token.")
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p <= 1:
+        warm = self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < math.inf
+        if not warm or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p <= 1:
             raise ValueError(
-                f"Sampling out of range: temperature={self.temperature} (>= 0), top_p={self.top_p} (0 to 1], "
-                f"top_k={self.top_k} (>= 0), min_p={self.min_p} (0 to 1)."
+                f"Sampling out of range: temperature={self.temperature} (0, or >= {LOWEST_TEMPERATURE}), "
+                f"top_p={self.top_p} (0 to 1], top_k={self.top_k} (>= 0, 0 keeps all), min_p={self.min_p} (0 to 1)."
             )
+
+    def _check_types(self) -> None:
+        if isinstance(self.stop, str):
+            raise ValueError(
+                f"stop is a list of texts, got {self.stop!r}, each letter of which would end a response: say "
+                f"stop=[{self.stop!r}]."
+            )
+        for name in ("n", "max_new_tokens", "top_k", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be an integer.")
+        if isinstance(self.stop_token_ids, int | str) or not all(isinstance(one, int) for one in self.stop_token_ids):
+            raise TypeError(f"stop_token_ids={self.stop_token_ids!r} must be a list of ids.")
+        if self.guide is not None and not isinstance(self.guide, Guide):
+            raise TypeError(f"guide={self.guide!r} must be a Guide, for example rl.Guide(regex='[0-9]+').")
 
 
 def request_seed(base_seed: int, *, rl_step: int, uid: str, sample_index: int) -> int:

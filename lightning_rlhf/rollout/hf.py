@@ -15,6 +15,7 @@ from lightning_rlhf.rollout.model_directory import ModelDirectory, weight_names_
 from lightning_rlhf.rollout.responses import (
     RolloutCounters,
     SampledResponse,
+    check_scored,
     length_at_stop,
     response_budget,
     to_sequence,
@@ -153,7 +154,12 @@ class HFReferenceEngine(RolloutEngine):
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
-        """Log-prob of each id given those before it; see `RolloutEngine.score`."""
+        """Log-prob of each id given those before it; see `RolloutEngine.score`.
+
+        Raises:
+            ValueError: if a sequence is empty or longer than ``max_model_len``, or the temperature is not above 0.
+        """
+        check_scored(token_ids, longest=self.max_model_len, temperature=temperature)
         rows: list[list[float]] = []
         with self._gate.requests(self.weight_version):
             for ids in token_ids:

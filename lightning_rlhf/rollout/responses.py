@@ -5,6 +5,7 @@ Pure functions on Python lists, so that one set of hand-written cases covers all
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,11 @@ class SampledResponse:
                 f"The rollout engine returned {sizes[0]} ids, {sizes[1]} log-probs and {sizes[2]} token versions for "
                 f"one response; every id needs exactly one of each."
             )
+        if self.finish_reason == "error":
+            raise ValueError(
+                "The rollout engine gave up on a response in the middle. With guide= this means that no token of the "
+                "tokenizer continues the form: a choice, say, with letters that it cannot write. Change the guide."
+            )
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(f"Unknown finish reason {self.finish_reason!r}; expected one of {FINISH_REASONS}.")
 
@@ -82,6 +88,24 @@ def response_budget(prompt_length: int, *, max_model_len: int, max_new_tokens: i
     return max(0, min(max_new_tokens, max_model_len - prompt_length))
 
 
+def check_scored(token_ids: Sequence[Sequence[int]], *, longest: int, temperature: float) -> None:
+    """Refuses what cannot be scored.
+
+    Args:
+        token_ids: sequences.
+        longest: ids that the engine takes in one.
+        temperature: at which they are to be scored.
+
+    Raises:
+        ValueError: if a sequence is empty or too long, or the temperature is not above 0.
+    """
+    for ids in token_ids:
+        if not 0 < len(ids) <= longest:
+            raise ValueError(f"Cannot score {len(ids)} ids: this engine takes 1 to {longest} in one sequence.")
+    if not temperature > 0:
+        raise ValueError(f"score needs a temperature above 0, got {temperature}.")
+
+
 def length_at_stop(
     token_ids: Sequence[int], *, decode: Decode, stop: Sequence[str], stop_token_ids: Collection[int]
 ) -> int | None:
@@ -93,9 +117,10 @@ def length_at_stop(
     ends = [index + 1 for index, token in enumerate(token_ids) if token in stop_token_ids][:1]
     limit = ends[0] if ends else len(token_ids)
     if stop and _has_stop(decode(token_ids[:limit]), stop):
-        for length in range(1, limit + 1):
-            if _has_stop(decode(token_ids[:length]), stop):
-                return length
+        # a stop string that the text has stays in it as ids are added, so its last id is found by halving
+        return 1 + bisect.bisect_left(
+            range(1, limit), True, key=lambda length: _has_stop(decode(token_ids[:length]), stop)
+        )
     return ends[0] if ends else None
 
 

@@ -20,6 +20,7 @@ from lightning_rlhf.rollout.model_directory import ModelDirectory
 from lightning_rlhf.rollout.responses import (
     RolloutCounters,
     SampledResponse,
+    check_scored,
     cut_at_stop,
     response_budget,
     to_sequence,
@@ -243,14 +244,10 @@ class VLLMEngine(RolloutEngine):
         All keys and values are computed afresh: vLLM reads no prefix cache for requests with prompt log-probs.
 
         Raises:
-            ValueError: if a sequence is empty, or longer than the engine takes.
+            ValueError: if a sequence is empty, or longer than the engine takes, or the temperature is not above 0.
         """
         longest = length_with_room_to_score(self.directory, self.max_model_len) - 1
-        for ids in token_ids:
-            if not 0 < len(ids) <= longest:
-                raise ValueError(f"Cannot score {len(ids)} ids: this engine takes 1 to {longest} in one sequence.")
-        if temperature <= 0:
-            raise ValueError(f"score needs a temperature above 0, got {temperature}.")
+        check_scored(token_ids, longest=longest, temperature=temperature)
         arguments = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         asks = [Ask(prompt=list(ids), arguments=arguments) for ids in token_ids]
         with self._gate.requests(self.weight_version):

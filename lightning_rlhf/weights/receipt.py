@@ -7,6 +7,7 @@ by both sides: it catches what cannot be read back (packed or fused weights, a s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,10 @@ from lightning_rlhf.contracts.engine import BaseEngine
 from lightning_rlhf.contracts.rollout import TensorRows
 from lightning_rlhf.types import Experience
 
+DIVERGED = (
+    "of the trainer is NaN or infinite: the policy itself is broken, not the push. Go on from the last checkpoint, "
+    "with a lower learning rate or max_grad_norm."
+)
 SAMPLED_ELEMENTS = 64
 TENSORS_READ_BACK = 8
 
@@ -86,11 +91,13 @@ def check_read_back(
         How many tensors were compared.
 
     Raises:
-        RuntimeError: naming the first tensor that differs.
+        RuntimeError: naming the first tensor that differs, or that is not finite on the trainer's side.
     """
     for name, (actual, first) in held.items():
         expected = sent[name][first : first + actual.numel()].to(actual.dtype).reshape(-1)
         if not torch.equal(expected, actual):
+            if not sent[name].isfinite().all():
+                raise RuntimeError(f"Weight sync to version {version}: {name} {DIVERGED}")
             worst = (expected.float() - actual.float()).abs().max().item()
             raise RuntimeError(
                 f"Weight sync to version {version}: {name} in the rollout engine ({where}) differs from the trainer's "
@@ -126,5 +133,12 @@ def probe_log_probs(engine: BaseEngine, token_ids: list[int]) -> Tensor:
 
 
 def probe_difference(trainer: Tensor, rollout: list[float]) -> float:
-    """Largest difference of the two sides' log-probs over the probe's tokens, in nats."""
-    return (trainer[1:] - torch.tensor(rollout, dtype=torch.float32)[1:]).abs().max().item()
+    """Largest difference of the two sides' log-probs over the probe, in nats; infinity where the rollout's are NaN.
+
+    Raises:
+        RuntimeError: if the trainer's own are not finite.
+    """
+    if not trainer.isfinite().all():
+        raise RuntimeError(f"Weight sync: the probe's log-prob {DIVERGED}")
+    difference = (trainer[1:] - torch.tensor(rollout, dtype=torch.float32)[1:]).abs().max().item()
+    return math.inf if math.isnan(difference) else difference  # a NaN would be lost among other replicas' numbers

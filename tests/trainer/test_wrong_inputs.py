@@ -89,6 +89,11 @@ WRONG: dict[str, Wrong] = {
         ValueError,
         r"every='step'\): expected 'optimizer_step', 'rollout' or a number",
     ),
+    "weight sync against weight_sync=False": (
+        lambda at: fit(at, rollout=HFRollout(weight_sync=False)),
+        ValueError,
+        r"HFRollout\(weight_sync=False\) samples from the starting weights.*leave one of the two out",
+    ),
     # data
     "a list for a source": (
         lambda at: PromptDataModule(["1 + 1 ="], prompts_per_step=1),  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from support.rollout import prompt_batch
 from lightning_rlhf.rollout.responses import (
     RolloutCounters,
     SampledResponse,
+    check_scored,
     cut_at_stop,
     length_at_stop,
     response_budget,
@@ -82,8 +83,8 @@ def test_no_stop_leaves_the_response_as_it_is() -> None:
 
 
 def test_unknown_finish_reason_is_refused() -> None:
-    with pytest.raises(ValueError, match="'error'"):
-        sampled([10], reason="error")
+    with pytest.raises(ValueError, match="'cut'"):
+        sampled([10], reason="cut")
 
 
 def sequence(response: SampledResponse | None, counters: RolloutCounters, *, vocab_size: int = 17) -> RolloutSequence:
@@ -141,3 +142,37 @@ def test_e10_sample_with_an_id_that_the_tokenizer_lacks_is_dropped_and_counted()
 def test_messages_name_the_numbers() -> None:
     with pytest.raises(ValueError, match=re.escape("3 ids, 3 log-probs and 1 token versions")):
         SampledResponse(token_ids=[1, 2, 3], log_probs=[0.0] * 3, finish_reason="stop", token_versions=[0])
+
+
+def test_the_end_of_a_long_response_is_found_in_few_looks() -> None:
+    looks = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal looks
+        looks += 1
+        return "".join(map(chr, ids))
+
+    ids = list(b"a" * 1000 + b"</a>" + b"b" * 1000)
+    assert length_at_stop(ids, decode=decode, stop=["</a>"], stop_token_ids=()) == 1004
+    assert looks < 20
+    assert length_at_stop(list(b"</a>"), decode=decode, stop=["</a>"], stop_token_ids=()) == 4
+    assert length_at_stop(list(b"xb"), decode=decode, stop=["x", "b"], stop_token_ids=()) == 1
+
+
+def test_a_response_that_the_engine_gave_up_on_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"gave up on a response.*guide= .* tokenizer"):
+        SampledResponse(token_ids=[], log_probs=[], finish_reason="error", token_versions=[])
+
+
+@pytest.mark.parametrize(
+    ("ids", "temperature", "message"),
+    [
+        ([[]], 1.0, r"Cannot score 0 ids: this engine takes 1 to 8"),
+        ([[1], [1] * 9], 1.0, r"Cannot score 9 ids"),
+        ([[1]], 0.0, r"temperature above 0, got 0\.0"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(ids: list[list[int]], temperature: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_scored(ids, longest=8, temperature=temperature)
+    check_scored([[1], [1] * 8], longest=8, temperature=0.5)
