@@ -135,15 +135,15 @@ class VLLMRollout(RolloutCallback):
         self._async: AsyncRollout | None = None
         self._restored: list[dict[str, Any]] | None = None
         self.mode = mode
-    @property
-    @override
-    def in_this_process(self) -> bool:
-        return self.mode == "colocated"
-
         self.dtype = dtype
         self.max_num_seqs = max_num_seqs
         self.kv_cache_bytes = kv_cache_bytes
         self.engine_kwargs = dict(engine_kwargs or {})
+
+    @property
+    @override
+    def in_this_process(self) -> bool:
+        return self.mode == "colocated"
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
