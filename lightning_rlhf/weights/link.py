@@ -59,6 +59,9 @@ class ReceiverLink(ABC):
     def get(self, slot: int, num_bytes: int, *, timeout: float) -> Tensor:
         """The bytes of a slot, ``uint8 [num_bytes]``; waits at most ``timeout`` seconds."""
 
+    def done(self, slot: int) -> None:  # noqa: B027 (optional)
+        """Runs when the consumer is done with a slot that it read in place, before the sender is told."""
+
     @abstractmethod
     def close(self) -> None:
         """Lets go of buffers and connections."""

@@ -113,6 +113,7 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
                     following = self._next_header(channel, link)
             self.before_reuse()
             if not link.copies:
+                link.done(header.index % NUM_SLOTS)
                 self._acknowledge(channel, header)
             header = following or self._next_header(channel, link)
         reader.finish(int(header["buckets"]))

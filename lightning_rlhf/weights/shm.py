@@ -7,7 +7,8 @@ the memory (`frames`). Whoever waits for the other side looks at the connection 
     S       frame    without either: the last one
     S -> R  end      how many buckets there were
 
-CUDA IPC (a receiver reading the sender's device memory) is not there: tensors on a GPU pass through host memory.
+With ``device="cuda:<i>"`` buckets are filled on that GPU instead, receivers map its memory (`cuda_ipc`), and each
+bucket takes two messages (see `linked`). Else tensors on a GPU pass through host memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -26,6 +28,7 @@ from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
 from lightning_rlhf.weights.buckets import ALIGNMENT, BucketHeader, BucketPacker
 from lightning_rlhf.weights.channel import Channel, Message, PeerError, readable
 from lightning_rlhf.weights.connected import PATIENCE
+from lightning_rlhf.weights.cuda_ipc import CudaIPCReceiverLink, CudaIPCSenderLink
 from lightning_rlhf.weights.frames import HEADER_BYTES, Frame, FrameReader, FrameWriter, counters_suffice, wait_for
 from lightning_rlhf.weights.link import ReceiverLink, SenderLink
 from lightning_rlhf.weights.linked import LinkedCheckpointEngine
@@ -47,6 +50,7 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         directory: a folder in a memory file system that sender and receivers see.
         handover: ``"counters"`` in the memory, or ``"messages"``, two for each bucket; None is counters where the
             processor allows them. Both sides use the sender's.
+        device: where the sender fills buckets, ``cpu`` or ``cuda:<i>``; receivers must see the same GPU.
         **kwargs: those of `ConnectedCheckpointEngine`. Tensors of up to ``bucket_bytes`` are read in place; the memory
             is twice as large.
     """
@@ -55,26 +59,38 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
     # Memory corrects its own bits. What can go wrong is a frame that is read too early or too late, and that is large.
     default_checksum = "sampled"
 
-    def __init__(self, *, directory: str = "/dev/shm", handover: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, directory: str = "/dev/shm", handover: str | None = None, device: str = "cpu", **kwargs: Any
+    ) -> None:
         if handover not in (None, "counters", "messages"):
             raise ValueError(f"handover={handover!r}: expected 'counters', 'messages' or None.")
         if handover == "counters" and not counters_suffice():
             raise ValueError(f"handover='counters' is for x86 processors; on {platform.machine()} use 'messages'.")
-        self.handover = handover or ("counters" if counters_suffice() else "messages")
+        self._device = torch.device(device)
+        on_gpu = self._device.type == "cuda"
+        if on_gpu and not torch.cuda.is_available():
+            raise ValueError(f"device={device!r}: this process sees no GPU; use device='cpu'.")
+        if on_gpu and handover == "counters":
+            raise ValueError(f"handover='counters' is for host memory; with device={device!r} use 'messages'.")
+        self.handover = handover or ("counters" if counters_suffice() and not on_gpu else "messages")
         super().__init__(**kwargs)
         self._directory = Path(directory)
         self._end: Message | None = None
 
     @override
     def shared_settings(self) -> dict[str, Any]:
-        return {"directory": str(self._directory), "handover": self.handover}
+        return {"directory": str(self._directory), "handover": self.handover, "device": str(self._device)}
 
     @override
     def open_sender_link(self, receivers: list[str]) -> SenderLink:
+        if self._device.type == "cuda":
+            return CudaIPCSenderLink(self.bucket_bytes, self._device)
         return ShmSenderLink(self._directory, self.bucket_bytes, receivers)
 
     @override
     def open_receiver_link(self, offer: Mapping[str, Any]) -> ReceiverLink:
+        if self._device.type == "cuda":
+            return CudaIPCReceiverLink(offer, self.bucket_bytes)
         path = self._directory / str(offer["name"])
         if path.parent != self._directory or not path.name.startswith(PREFIX):
             raise ValueError(f"The sender offered a file outside {self._directory}: {offer['name']}.")
