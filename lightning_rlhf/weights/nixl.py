@@ -1,12 +1,16 @@
 """The checkpoint engine over NIXL: receivers read the sender's slots, by RDMA where there is any.
 
-Without special hardware its UCX back end uses shared memory, cross-memory attach or TCP.
+Without special hardware its UCX back end uses cross-memory attach or TCP. NIXL's own progress thread is left out: it
+keeps a core busy from the first sync to the last, in the trainer's process and in the rollout engine's, and takes half
+of the speed where that core had other work. A receiver makes progress while it waits for its reads; the sender's side
+of connections, and of transports whose reads need it (TCP), is looked after by `_Attendant`.
 """
 
 from __future__ import annotations
 
 import base64
 import secrets
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +24,9 @@ from lightning_rlhf.weights.link import NUM_SLOTS, ReceiverLink, SenderLink
 from lightning_rlhf.weights.linked import LinkedCheckpointEngine
 
 POLL_SECONDS = 2e-4
+SHORTEST_PAUSE, LONGEST_PAUSE = 5e-5, 2e-2
+PAUSE_SHARE = 0.01
+"""Of the time since the last bucket: long pauses when nothing is on its way, short ones while a reader may wait."""
 
 
 @CheckpointEngineRegistry.register("nixl")
@@ -73,7 +80,7 @@ class _Agent:
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
         api = import_nixl()
         self.name = f"lightning_rlhf-{secrets.token_hex(8)}"
-        self.agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=["UCX"]))
+        self.agent = api.nixl_agent(self.name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self.memory = "VRAM" if device.type == "cuda" else "DRAM"
         self.device_id = max(0, device.index or 0)
         self.slots = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
@@ -86,11 +93,46 @@ class _Agent:
             self.agent = None
 
 
+class _Attendant:
+    """Makes progress on the sender's side, from a thread of its own that sleeps most of the time.
+
+    Args:
+        agent: nobody else uses it until `stop`: it has no locks.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self._last = time.monotonic()
+        self._called = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._attend, name="nixl-attendant", daemon=True)
+        self._thread.start()
+
+    def call(self) -> None:
+        """Something is about to be read."""
+        self._last = time.monotonic()
+        self._called.set()
+
+    def stop(self) -> None:
+        """Returns when the agent is free."""
+        self._stopped = True
+        self._called.set()
+        self._thread.join()
+
+    def _attend(self) -> None:
+        while not self._stopped:
+            self._called.clear()
+            self._agent.get_new_notifs()  # there are none: it goes through all that has arrived
+            pause = PAUSE_SHARE * (time.monotonic() - self._last)
+            self._called.wait(min(LONGEST_PAUSE, max(SHORTEST_PAUSE, pause)))
+
+
 class NIXLSenderLink(SenderLink):
     """Registers the slots; receivers do the rest."""
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
         self._own = _Agent(bucket_bytes, device)
+        self._attendant: _Attendant | None = None
         self.slots = self._own.slots
 
     @override
@@ -103,7 +145,19 @@ class NIXLSenderLink(SenderLink):
         }
 
     @override
+    def connect(self, *, timeout: float) -> None:
+        self._attendant = _Attendant(self._own.agent)
+
+    @override
+    def put(self, slot: int, num_bytes: int) -> None:
+        if self._attendant is not None:
+            self._attendant.call()
+
+    @override
     def close(self) -> None:
+        if self._attendant is not None:
+            self._attendant.stop()
+            self._attendant = None
         self._own.close()
         self.slots = []
 
