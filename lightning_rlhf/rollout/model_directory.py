@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rlhf.rollout.stored_form import StoredForm
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
@@ -21,11 +23,17 @@ class WeightNames:
         aliases: by name of a tied tensor, the required name whose tensor it is (``lm_head.weight`` of a tied model).
         stored: the same tensors as files hold them, by name, where that differs: transformers keeps all experts of a
             layer in one tensor, in a file each has its own. A push brings either form.
+        stored_form: the way from the one to the other; None where they are the same.
     """
 
     shapes: dict[str, tuple[int, ...]]
     aliases: dict[str, str]
     stored: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    stored_form: StoredForm | None = field(default=None, compare=False, repr=False)
+
+    def in_files(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Passes a push through, in the form of files, which is the one that vLLM reads."""
+        yield from named_tensors if self.stored_form is None else self.stored_form.convert(named_tensors)
 
     def check(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Passes a push through, each tensor once, aliases left out, and looks at names and shapes on the way.
@@ -137,9 +145,12 @@ def _as_ids(value: int | Sequence[int] | None) -> set[int]:
 
 
 def weight_names_of(model: torch.nn.Module) -> WeightNames:
-    """The names of a model's state; the second name of one parameter is an alias of the first."""
+    """The names of a model's state; the second name of one parameter is an alias of the first.
+
+    Raises:
+        ValueError: naming a tensor for which transformers has no way back to the files' form.
+    """
     from transformers import PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
 
     shapes: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, str] = {}
@@ -152,6 +163,7 @@ def weight_names_of(model: torch.nn.Module) -> WeightNames:
             aliases[name] = first
     if not isinstance(model, PreTrainedModel):
         return WeightNames(shapes=shapes, aliases=aliases)
-    in_files = revert_weight_conversion(model, {name: torch.empty(shapes[name], device="meta") for name in shapes})
-    stored = {name: tuple(tensor.shape) for name, tensor in in_files.items()}
-    return WeightNames(shapes=shapes, aliases=aliases, stored={} if stored.keys() == shapes.keys() else stored)
+    form = StoredForm(model, shapes)
+    if form.shapes == shapes:
+        return WeightNames(shapes=shapes, aliases=aliases)
+    return WeightNames(shapes=shapes, aliases=aliases, stored=form.shapes, stored_form=form)

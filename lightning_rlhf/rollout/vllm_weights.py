@@ -9,7 +9,9 @@ reload gives each layer an unpacked shadow, fills it, packs it into the storage 
    may be written again by then;
 4. experts on CPU are packed at the first load only, and unpacked ones give wrong numbers silently: they are packed at
    every push;
-5. the prefix cache stays: the manager of the push resets it.
+5. a model whose own code writes into parameters, past their loaders, keeps the old ones silently: it is refused;
+6. names are those of files, which transformers' own names need not be: `stored_form`;
+7. the prefix cache stays: the manager of the push resets it.
 """
 
 from __future__ import annotations
@@ -47,10 +49,12 @@ def load_in_place(
         try:
             targets = {name: parameter for name, parameter in model.named_parameters() if name not in names.aliases}
             at_once = _loaded_at_once(targets)
-            loaded = model.load_weights(_safe_to_keep(names.check(named_tensors), at_once, targets))
+            push = names.in_files(names.check(named_tensors))
+            loaded = model.load_weights(_safe_to_keep(push, at_once, targets))
             forgotten = sorted(set(targets) - set(loaded))
             if forgotten:
                 raise ValueError(f"Weight push: vLLM filled all but {forgotten[:8]} of its own parameters.")
+            _refuse_lost(model, targets)
         finally:
             finalize_layerwise_reload(model, model_config)
             _pack_head_again(model, names)
@@ -69,6 +73,27 @@ def _safe_to_keep(
         value = tensor.detach()
         # A padded parameter counts as incomplete until the push ends, so its tensor is kept as well.
         yield name, value if name in at_once and targets[name].shape == value.shape else value.clone()
+
+
+def _refuse_lost(model: nn.Module, targets: Iterable[str]) -> None:
+    """During a reload a parameter is on the meta device, where what is written past its loader is lost.
+
+    Raises:
+        ValueError: naming the parameters.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    lost = []
+    for name in targets:
+        layer, _, own_name = name.rpartition(".")
+        info = get_layerwise_info(model.get_submodule(layer))
+        if info.can_load() and own_name not in {loaded for loaded, _ in info.loaded_weights}:
+            lost.append(name)
+    if lost:
+        raise ValueError(
+            f"Weight push: vLLM's {type(model).__name__} writes {lost[:4]} past its own loaders, which loses them when "
+            f"weights are replaced. Its weights cannot be pushed; sample with rl.HFRollout() or train another model."
+        )
 
 
 @contextmanager

@@ -9,8 +9,12 @@ import torch
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
@@ -22,7 +26,7 @@ from support.tiny import EOS_ID, HEAD_DIM, PAD_ID, VOCAB_SIZE, tiny_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ExpertFamily = Literal["qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral"]
+ExpertFamily = Literal["qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral", "olmoe", "granitemoe"]
 
 
 def tiny_experts(family: ExpertFamily = "qwen3_moe", *, expert_size: int = 64) -> PreTrainedModel:
@@ -73,12 +77,16 @@ def tiny_experts(family: ExpertFamily = "qwen3_moe", *, expert_size: int = 64) -
             "mixtral": lambda: MixtralForCausalLM(
                 MixtralConfig(**shared, intermediate_size=expert_size, num_local_experts=4, sliding_window=None)
             ),
+            "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**shared, intermediate_size=expert_size, num_experts=4)),
+            "granitemoe": lambda: GraniteMoeForCausalLM(
+                GraniteMoeConfig(**shared, intermediate_size=expert_size, num_local_experts=4)
+            ),
         }[family]().float()
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if name.endswith(("norm.weight", "e_score_correction_bias")):
                     tensor.add_(0.1 * torch.randn_like(tensor))
-                elif name.endswith("mlp.gate.weight"):
+                elif name.endswith(("mlp.gate.weight", "router.weight")):
                     torch.nn.init.normal_(tensor, std=0.5)  # no two experts nearly equal: last bits decide nothing
     return model.train()
 
