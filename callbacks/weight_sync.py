@@ -43,7 +43,8 @@ class WeightSync(RLCallback):
             every n-th, for rollouts that run ahead anyway (``VLLMRollout(max_staleness=...)``).
         probe_tolerance: largest log-prob difference on the probe, in nats; None allows 0.01 in fp32 and 1.0 in bf16,
             whose rounding alone reaches 0.3 nats on a rare token.
-        timeout: longest time in seconds that a trainer rank may be late for a push; the message names those missing.
+        timeout: longest time in seconds that a trainer rank may be late for a push, or for the next tensor in it; the
+            message names those missing. The rank that feeds replicas may in addition wait for these.
 
     Attributes:
         last_receipt: what the last push found.
@@ -146,6 +147,7 @@ class WeightSync(RLCallback):
             probe_token_ids=module.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:24],
             probe_tolerance=tolerance if self.probe_tolerance is None else self.probe_tolerance,
             rank_timeout=self.timeout,
+            feeding=rollout.longest_wait,
         )
 
     def _push(self, manager: CheckpointEngineManager, version: int) -> Receipt:

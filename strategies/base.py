@@ -36,6 +36,7 @@ from typing_extensions import override
 
 from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, EngineRegistry
 from lightning_rlhf.contracts.precision import compute_dtype_of
+from lightning_rlhf.contracts.process_groups import BESIDE_TRAINING
 from lightning_rlhf.strategies import checkpoints
 from lightning_rlhf.strategies.background import BackgroundSave
 from lightning_rlhf.strategies.processes import die_with_parent
@@ -233,7 +234,9 @@ class RLStrategy(ParallelStrategy):
         self._mesh = self.build_mesh(self.world_size, self.root_device.type)
         if self.async_save and self._save_group is None:
             # for the writers alone: their threads must not come between the collectives of training
-            self._save_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
+            self._save_group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=self.timeout_seconds), group_desc=BESIDE_TRAINING
+            )
         self._print_layout()
 
     def _print_layout(self) -> None:

@@ -80,6 +80,11 @@ class CheckpointEngine(ABC):
 
     remote: ClassVar[bool] = False
 
+    @property
+    def patience(self) -> float:
+        """How long the sender may wait for receivers between two tensors, in seconds, without being stuck."""
+        return 0.0
+
     @abstractmethod
     def prepare(self) -> None:
         """Allocates what a sync needs (buffers, registrations)."""

@@ -138,6 +138,11 @@ class RolloutEngine(ABC):
 
     weight_version: int | None = None
 
+    @property
+    def longest_wait(self) -> float:
+        """How long this rank may wait for other processes when it brings weights, in seconds; not the trainer's."""
+        return 0.0
+
     @abstractmethod
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, rl_step: int) -> Rollouts:
         """Draws ``sampling.n`` responses for each prompt.

@@ -300,6 +300,11 @@ class ReplicaPool:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
+    @property
+    def longest_wait(self) -> float:
+        """Until a replica has started and loaded weights, in seconds."""
+        return self._start_seconds + max(replica.client.load_seconds for replica in self.replicas)
+
     async def pause(self, mode: str) -> None:
         """Has every replica that serves stop between two tokens."""
         await self._all(lambda client: client.pause(mode))

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig, request_seed
 from lightning_rlhf.rollout.model_directory import ModelDirectory
@@ -130,16 +131,13 @@ class ServedRolloutEngine(RolloutEngine):
         if not self._closed:
             asyncio.run_coroutine_threadsafe(self.pool.exited(index, how), self._loop)
 
-    def start_call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begins a coroutine in the loop that speaks to the replicas."""
-        return self._start(coroutine)
-
     @property
     def leads(self) -> bool:
         """Whether this rank brings weights."""
         return self._leads
 
-    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def start_call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begins a coroutine in the loop that speaks to the replicas."""
         if self._closed:
             coroutine.close()
             raise RuntimeError("The rollout engine was shut down.")
@@ -147,7 +145,7 @@ class ServedRolloutEngine(RolloutEngine):
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Waits for what bounds itself in time."""
-        return self._start(coroutine).result()
+        return self.start_call(coroutine).result()
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -164,7 +162,9 @@ class ServedRolloutEngine(RolloutEngine):
             )
         may_come, version = self.push_now is not None, self._version
         groups = [
-            self._start(self._group(prompts, index, sampling, rl_step=rl_step, version=version, push_may_come=may_come))
+            self.start_call(
+                self._group(prompts, index, sampling, rl_step=rl_step, version=version, push_may_come=may_come)
+            )
             for index in range(len(prompts))
         ]
         try:
@@ -199,7 +199,7 @@ class ServedRolloutEngine(RolloutEngine):
             rl_step: the step that the requests' seeds are made from.
             version: the version that the rows are tagged with, where their tokens say nothing else.
         """
-        return self._start(self._group(prompts, index, sampling, rl_step=rl_step, version=version))
+        return self.start_call(self._group(prompts, index, sampling, rl_step=rl_step, version=version))
 
     async def _group(
         self,
@@ -293,6 +293,12 @@ class ServedRolloutEngine(RolloutEngine):
         return [found[request.request_id] for request in requests]
 
     # --- weights -----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def longest_wait(self) -> float:
+        """Of the leading rank: until a replica has started, and has loaded weights."""
+        return self.pool.longest_wait if self._leads else 0.0
 
     @property
     def weight_version(self) -> int | None:

@@ -81,6 +81,11 @@ class ConnectedCheckpointEngine(CheckpointEngine):
         self._groups = FusedGroups(self.fused_groups)
         self._destinations: Mapping[str, Tensor] = {}
 
+    @property
+    @override
+    def patience(self) -> float:
+        return PATIENCE * self.timeout
+
     # --- the sender's side -------------------------------------------------------------------------------------------
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,9 @@ class CheckpointEngineManager:
         replicas: those elsewhere that this rank feeds; needs a checkpoint engine that reaches them.
         abort: end the requests in flight instead of letting them wait.
         timeout: longest time that a replica may take for one phase, in seconds.
-        rank_timeout: longest time that another trainer rank may be late for a push, in seconds; None leaves it to the
-            process group. Building the manager is then collective.
+        rank_timeout: longest time that another trainer rank may be late for a push, or for the next tensor in it, in
+            seconds; None leaves it to the process group. Building the manager is then collective.
+        feeding: how much later this rank may be, in seconds, since it waits for replicas meanwhile.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class CheckpointEngineManager:
         abort: bool = False,
         timeout: float = 60.0,
         rank_timeout: float | None = None,
+        feeding: float = 0.0,
     ) -> None:
         if len(probe_token_ids) < 2:
             raise ValueError(f"The probe needs at least two token ids, got {probe_token_ids}.")
@@ -96,7 +98,9 @@ class CheckpointEngineManager:
         self.abort = abort
         self.timeout = timeout
         several = dist.is_initialized() and dist.get_world_size() > 1
-        self._roll_call = RollCall(timeout=rank_timeout) if several and rank_timeout is not None else None
+        self._roll_call = (
+            RollCall(timeout=rank_timeout, feeding=feeding) if several and rank_timeout is not None else None
+        )
         self.num_pushes = 0
         self._last_samples: dict[str, Tensor] = {}
         self._last_probe: dict[str, tuple[Tensor, list[float]]] = {}
@@ -145,7 +149,7 @@ class CheckpointEngineManager:
         if self._roll_call is not None:
             self._roll_call.meet(phase="meet")
         sent = SentSamples()
-        parameters = self.engine.get_per_tensor_param()
+        parameters = self._gather()
         failure: Exception | None = None
         compared = 0
         try:
@@ -153,14 +157,23 @@ class CheckpointEngineManager:
         except Exception as error:  # noqa: BLE001 (raised by _agree, once the other ranks know)
             failure = error
             self._tell_all("restore")
-        finally:
+        try:
             # each tensor is gathered by all ranks: the others wait for this one even if its receivers gave up
             deque(parameters, maxlen=0)
+        except RuntimeError as error:  # raised by _agree, too
+            failure = error
         self._agree(failure)
         difference = self._check_probe(version)
         unchanged = self._note_changes(sent.samples)
         self.num_pushes += 1
         return Receipt(version=version, probe_difference=difference, tensors_compared=compared, unchanged=unchanged)
+
+    def _gather(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of this push, one at a time. Collective."""
+        parameters = self.engine.get_per_tensor_param()
+        if self._roll_call is None:
+            return parameters
+        return self._roll_call.gather(parameters, patience=self.checkpoint_engine.patience)
 
     def _push(self, version: int, sent: SentSamples, parameters: Iterator[tuple[str, Tensor]]) -> int:
         carrier = self.checkpoint_engine
@@ -207,7 +220,8 @@ class CheckpointEngineManager:
                 replica.finish(timeout=self.timeout)
 
     def _check_probe(self, version: int) -> float:
-        trainer = probe_log_probs(self.engine, self.probe_token_ids)
+        with nullcontext() if self._roll_call is None else self._roll_call.bounded(phase="probe"):
+            trainer = probe_log_probs(self.engine, self.probe_token_ids)
         failure: Exception | None = None
         difference = 0.0
         try:
@@ -246,8 +260,14 @@ class CheckpointEngineManager:
 
     def _agree(self, failure: Exception | None) -> None:
         """Raises on every rank if some rank failed, so that none waits for it in its next collective."""
+        if isinstance(failure, TrainerRankLostError):
+            self._tell_all("retire")
+            raise failure
         try:
-            failed = self.any_rank(failure is not None)
+            failed = self.any_rank(failure is not None, phase="agree")
+        except TrainerRankLostError:
+            self._tell_all("retire")
+            raise
         except RuntimeError as error:
             self._tell_all("retire")
             first = failure or error
@@ -260,10 +280,16 @@ class CheckpointEngineManager:
             self._tell_all("retire")
             raise RuntimeError("The weight sync failed on another rank; its own message says how.")
 
-    def any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on some rank. Collective."""
+    def any_rank(self, flag: bool, *, phase: str = "meet") -> bool:
+        """Whether ``flag`` is true on some rank. Collective.
+
+        Raises:
+            TrainerRankLostError: if another rank is missing.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return flag
+        if self._roll_call is not None:
+            return self._roll_call.any_rank(flag, phase=phase)
         value = torch.tensor([int(flag)], device=self.engine.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return bool(value.item())
