@@ -32,7 +32,7 @@ from lightning_rlhf.weights.kimi_portions import Portion, PortionPacker, upstrea
 from lightning_rlhf.weights.mooncake import import_mooncake
 
 if TYPE_CHECKING:
-    from lightning_rlhf.weights.kimi_server import Collectives, Handover, KimiServer, LocalP2PStore
+    from lightning_rlhf.weights.kimi_server import Collectives, Handover, KeptMemory, KimiServer, LocalP2PStore
 
 PORTION_BYTES = 512 << 20
 MODES = ("broadcast", "p2p")
@@ -86,6 +86,7 @@ class KimiCheckpointEngine(ConnectedCheckpointEngine):
         if mode == "p2p":
             import_mooncake()
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._bucket_memory: KeptMemory = self._upstream.KeptMemory()
 
     @override
     def shared_settings(self) -> dict[str, Any]:
@@ -112,7 +113,9 @@ class KimiCheckpointEngine(ConnectedCheckpointEngine):
     def _join_group(self, store: TCPStore, *, timeout: float) -> None:
         """Becomes a member of the group of those that broadcast to each other, if there are two of them."""
         if self._mode == "p2p" and self._p2p_store is None:
-            self._p2p_store = self._upstream.LocalP2PStore(host=self._host, protocol=self._protocol)
+            self._p2p_store = self._upstream.LocalP2PStore(
+                host=self._host, protocol=self._protocol, timeout=self.timeout
+            )
         members = self._ranks if self._mode == "p2p" else [0, *self._ranks]
         group = None
         if self._rank in members and len(members) > 1:
@@ -272,7 +275,10 @@ class KimiCheckpointEngine(ConnectedCheckpointEngine):
             metas=self._upstream.MemoryBufferMetaList.model_validate(metas),
             memory=self._memory if self._rank == 0 else None,
         )
-        server.run(handover, self._collectives, readers=self._ranks if self._mode == "p2p" else [])
+        memory, self._bucket_memory = self._bucket_memory, self._upstream.KeptMemory()
+        readers = self._ranks if self._mode == "p2p" else []
+        server.run(handover, self._collectives, memory=memory, readers=readers)
+        self._bucket_memory = memory  # not after a failure: something may still write to it
 
 
 def import_kimi_server() -> Any:

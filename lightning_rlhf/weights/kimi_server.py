@@ -15,10 +15,12 @@ and what is here for it:
 - ps.py:783, a CUDA IPC handle of the buffer: the buffer itself, which does not leave the process.
 - ps.py:866, a full garbage collection in each process for the sake of such handles: none.
 - ps.py:604, buckets as large as the free memory allows: buckets of the engine's size, or of its largest tensor's.
+- ps.py:774, a new buffer for each update: `KeptMemory`, since to map new memory costs more than to fill it.
 - ps.py:525, a barrier that blocks only the first time: receivers say ``taken`` before memory is used again.
 - pin_memory.py:323, pinned memory, which needs an accelerator: `Portion`, pinned where there is one.
 - device_utils.py:218, a device manager that raises without one: `HostDevice`.
 - p2p_store.py:12, an address that others can reach: `LocalP2PStore`, on the address that the engine is given.
+- p2p_store.py:80, a read that asks without a pause whether it is done: `mooncake.finish_read`, which pauses.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from loguru import logger
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rlhf.weights.mooncake import import_mooncake
+from lightning_rlhf.weights.mooncake import begin_read, finish_read, import_mooncake
 
 KNOWN_VERSION = "0.4.2"
 SENDER_RANK = 0
@@ -78,9 +80,11 @@ class LocalP2PStore(P2PStore):  # type: ignore[misc] # the package is taken as A
     Args:
         host: where Mooncake listens.
         protocol: ``"tcp"`` or ``"rdma"``.
+        timeout: of a read, in seconds.
     """
 
-    def __init__(self, *, host: str, protocol: str) -> None:
+    def __init__(self, *, host: str, protocol: str, timeout: float) -> None:
+        self._timeout = timeout
         self.rank = -1  # for its log
         self.device = ""  # Mooncake chooses
         self.ip = host
@@ -89,6 +93,36 @@ class LocalP2PStore(P2PStore):  # type: ignore[misc] # the package is taken as A
             raise ConnectionError(f"Mooncake did not start on {host} with protocol {protocol!r}.")
         self.port = self.engine.get_rpc_port()
         self.named_tensors: dict[str, Tensor] = {}
+
+    @override
+    def batch_transfer_sync_read(
+        self, target_hostname: str, buf_ptrs: list[int], remote_ptrs: list[int], lens: list[int]
+    ) -> None:
+        reads = [
+            begin_read(self.engine, target_hostname, own=own, there=there, num_bytes=size)
+            for own, there, size in zip(buf_ptrs, remote_ptrs, lens, strict=True)
+        ]
+        for read in reads:
+            finish_read(self.engine, read, session=target_hostname, timeout=self._timeout)
+
+
+class KeptMemory:
+    """Memory for the loop's buffer, which stays from update to update; one update uses it at a time.
+
+    On the host only: a GPU's memory is wanted by others between two updates, and torch keeps it mapped by itself.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, size: int, *, dtype: torch.dtype, device: str) -> Tensor:
+        """Stands for `torch.empty`: ``[size]`` of memory that has been used before."""
+        if device != "cpu":
+            return torch.empty(size, dtype=dtype, device=device)
+        if self._memory.numel() < size or self._memory.dtype != dtype:
+            self._memory = torch.empty(0, dtype=dtype)  # let go of the smaller one first
+            self._memory = torch.empty(size, dtype=dtype)
+        return self._memory[:size]
 
 
 class Collectives:
@@ -238,19 +272,35 @@ class KimiServer(ps.ParameterServer):  # type: ignore[misc] # the package is tak
         self._device = device
         self._bucket_bytes = bucket_bytes
 
-    def run(self, handover: Handover | Unheard, collectives: Collectives, *, readers: list[int]) -> None:
+    def run(
+        self, handover: Handover | Unheard, collectives: Collectives, *, memory: KeptMemory, readers: list[int]
+    ) -> None:
         """Runs the package's loop: all ranks of the broadcast at the same time, or all readers.
 
         Args:
             handover: takes the buckets.
             collectives: the loop's.
+            memory: for the buckets; nobody else uses it until this has returned.
             readers: ranks that read from the sender by themselves; none for a broadcast from the sender.
         """
         self._handover = handover
         self._local_rdma_devices = {"": set(readers)}
         loop = ps.ParameterServer._update_per_bucket
         no_gc = SimpleNamespace(collect=lambda: 0)
-        mended = {**vars(ps), "dist": collectives, "reduce_tensor": lambda buffer: buffer, "gc": no_gc}
+        torch_in_the_loop = SimpleNamespace(
+            empty=memory.empty,
+            zeros=torch.zeros,
+            uint8=torch.uint8,
+            int64=torch.int64,
+            distributed=torch.distributed,
+        )
+        mended = {
+            **vars(ps),
+            "dist": collectives,
+            "reduce_tensor": lambda buffer: buffer,
+            "gc": no_gc,
+            "torch": torch_in_the_loop,
+        }
         update = FunctionType(loop.__code__, mended, loop.__name__, loop.__defaults__)
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):

@@ -140,6 +140,9 @@ def test_the_loop_looks_up_the_names_that_are_bound_anew() -> None:
 
     loop = ParameterServer._update_per_bucket
     assert {"dist", "reduce_tensor", "gc", "_bind_zmq_socket", "_detect_bucket_size"} <= set(loop.__code__.co_names)
+    assert {"torch", "empty", "batch_transfer_sync_read"} <= set(loop.__code__.co_names) | set(
+        ParameterServer._copy_to_buffer.__code__.co_names
+    )
     assert loop.__code__.co_freevars == ()
 
 
