@@ -12,7 +12,7 @@ from lightning_rlhf.weights.receipt import sample_elements
 from lightning_rlhf.weights.replica import pack_sample
 
 if TYPE_CHECKING:
-    from lightning_rlhf.rollout.replica_pool import Replica as Served
+    from lightning_rlhf.rollout.replica_seen import Replica as Served
     from lightning_rlhf.rollout.served import ServedRolloutEngine
 
 

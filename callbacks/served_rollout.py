@@ -97,6 +97,8 @@ class ServerSettings:
         token = self.token or os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise ValueError(f"Replicas given by urls= ask for their token: say token=, or set {TOKEN_VARIABLE}.")
+        if not token.isprintable() or token != token.strip():
+            raise ValueError("The replicas' token has white space or a line's end around it, or control characters.")
         return token
 
 

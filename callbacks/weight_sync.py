@@ -41,8 +41,8 @@ class WeightSync(RLCallback):
         every: ``"optimizer_step"`` pushes after each step of the actor; ``"rollout"`` once, before the next rollout,
             which saves pushes that nobody reads when an RL step takes several optimizer steps; a number ``n`` after
             every n-th, for rollouts that run ahead anyway (``VLLMRollout(max_staleness=...)``).
-        probe_tolerance: largest log-prob difference on the probe, in nats; None allows 0.01 in fp32 and 1.0 in bf16,
-            whose rounding alone reaches 0.3 nats on a rare token.
+        probe_tolerance: largest log-prob difference on the probe, in nats; None allows 0.01 in fp32, and 1.0 if trainer
+            or rollout engine computes in bf16, whose rounding alone reaches 0.3 nats on a rare token.
         timeout: longest time in seconds that a trainer rank may be late for a push, or for the next tensor in it; the
             message names those missing. The rank that feeds replicas may in addition wait for these.
 
@@ -138,7 +138,7 @@ class WeightSync(RLCallback):
         return self.checkpoint_engine.remote and bool(self._served().pool.without_weights())
 
     def _build_manager(self, module: OnPolicyModule, rollout: RolloutEngine) -> CheckpointEngineManager:
-        bf16 = module.actor.config.compute_dtype is torch.bfloat16
+        bf16 = torch.bfloat16 in (module.actor.config.compute_dtype, rollout.compute_dtype)
         tolerance = PROBE_TOLERANCE_BF16 if bf16 else PROBE_TOLERANCE_FP32
         return CheckpointEngineManager(
             engine=module.actor,

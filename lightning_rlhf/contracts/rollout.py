@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_rlhf.types import PromptBatch, Rollouts
@@ -137,6 +138,11 @@ class RolloutEngine(ABC):
     """
 
     weight_version: int | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the engine computes in; bfloat16 alone moves log-probs by up to some tenths of a nat."""
+        return torch.float32
 
     @property
     def longest_wait(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig, request_seed
 from lightning_rlhf.rollout.gate import SamplingGate
@@ -53,12 +54,19 @@ class HFReferenceEngine(RolloutEngine):
         self.max_model_len = max_model_len
         self.counters = RolloutCounters()
         self._device = torch.device(device)
+        self._dtype = dtype
         self._gate = SamplingGate()
         self._resets = 0
         with torch.random.fork_rng():  # the initialisation that a push replaces must not move the trainer's RNG
             network = AutoModelForCausalLM.from_config(self.directory.config, dtype=dtype)
         self._names = weight_names_of(network)
         self._model: Any = network.to(self._device).eval().requires_grad_(False)
+
+    @property
+    @override
+    def compute_dtype(self) -> torch.dtype:
+        """As asked for."""
+        return self._dtype
 
     @torch.no_grad()
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, rl_step: int) -> Rollouts:

@@ -1,10 +1,14 @@
-"""Replicas hold the same weights, so their answers to one question are the same."""
+"""Replicas hold the same weights, so their answers to one question are the same; and they must suit the run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
+
+from lightning_rlhf.rollout.replica_seen import Replica
 
 AGREEMENT_NATS = 1e-2
 """By so much log-probs may differ, for rounding."""
@@ -22,8 +26,10 @@ def same_scores(answers: Sequence[list[list[float]]], *, describe: Callable[[], 
     """
     first, *others = answers
     for other in others:
-        worst = max(abs(a - b) for x, y in zip(first, other, strict=True) for a, b in zip(x, y, strict=True))
-        if not worst <= AGREEMENT_NATS:
+        pairs = [(a, b) for x, y in zip(first, other, strict=True) for a, b in zip(x, y, strict=True)]
+        # a NaN, which max() would lose among numbers, is as far off as can be; if both have it, the weights are alike
+        worst = max(0.0 if a != a and b != b else math.inf if a != a or b != b else abs(a - b) for a, b in pairs)
+        if worst > AGREEMENT_NATS:
             raise RuntimeError(
                 f"Two replicas differ by {worst:.3g} nats on the same sequence: one of them holds other weights. "
                 f"{describe()}."
@@ -45,3 +51,23 @@ def same_tensors(answers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             if name not in other or not tensor.equal(other[name]):
                 raise RuntimeError(f"Two replicas hold different values of {name} after a push.")
     return dict(first)
+
+
+def check_room(replicas: Sequence[Replica], *, max_model_len: int) -> None:
+    """Makes sure that replicas take what they will be sent; those given by URL are started by somebody else.
+
+    Raises:
+        ValueError: naming one that takes less.
+    """
+    for replica in replicas:
+        if replica.max_model_len is not None and replica.max_model_len < max_model_len:
+            raise ValueError(
+                f"Replica {replica.index} at {replica.client.url} takes {replica.max_model_len} tokens, but "
+                f"max_model_len={max_model_len}: it would cut responses short. Start it with --max-model-len "
+                f"{max_model_len}, or lower max_model_len=."
+            )
+
+
+def coarsest_dtype(replicas: Sequence[Replica]) -> torch.dtype:
+    """bfloat16 if some replica computes in it, else float32."""
+    return torch.bfloat16 if any(replica.dtype == "bfloat16" for replica in replicas) else torch.float32

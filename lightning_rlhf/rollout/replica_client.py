@@ -11,6 +11,11 @@ from torch import Tensor
 
 from lightning_rlhf.rollout.replica_engine import ReplicaStatus
 
+NO_REPLICA = (
+    "is no replica of this version: replicas are started by `python -m lightning_rlhf.rollout.serve`, and named by "
+    "their root, http://host:port."
+)
+
 
 class ReplicaLostError(RuntimeError):
     """The replica is gone, hangs, or has no valid weights: what it was asked for can be asked of another."""
@@ -18,6 +23,10 @@ class ReplicaLostError(RuntimeError):
 
 class ReplicaUnreadyError(ReplicaLostError):
     """The replica is well, but has no valid weights just now, and took nothing."""
+
+
+class ReplicaRefusedError(ReplicaLostError):
+    """What answers is not a replica of this run: it knows another token, or is some other server."""
 
 
 class ReplicaClient:
@@ -67,8 +76,13 @@ class ReplicaClient:
 
         Raises:
             ReplicaLostError: if it does not answer, or its engine's thread hangs.
+            ReplicaRefusedError: if it refuses the token, or answers otherwise than a replica does.
         """
-        status = ReplicaStatus(**json.loads(await self._ask("GET", "health", None, seconds=self.answer_seconds)))
+        answer = await self._ask("GET", "health", None, seconds=self.answer_seconds)
+        try:
+            status = ReplicaStatus(**json.loads(answer))
+        except (ValueError, TypeError) as error:
+            raise ReplicaRefusedError(f"{self.url} {NO_REPLICA} It answered {answer[:80]!r}.") from error
         self._check_stall(status)
         return status
 
@@ -163,7 +177,12 @@ class ReplicaClient:
         if status == 409:
             raise ReplicaUnreadyError(f"{self.url}: {message}")
         if status == 401:
-            raise PermissionError(f"{self.url} refused the token.")
+            raise ReplicaRefusedError(
+                f"{self.url} refused the token: token= (or LIGHTNING_RLHF_REPLICA_TOKEN) must be the one that it was "
+                f"started with."
+            )
+        if status == 404:
+            raise ReplicaRefusedError(f"{self.url} {NO_REPLICA} There is no /{route}.")
         if status == 400:
             raise ValueError(f"{self.url}/{route}: {message}")
         raise RuntimeError(f"{self.url}/{route}: {message}")

@@ -37,6 +37,8 @@ class ReplicaStatus:
         busy_for: seconds since the engine's thread took up the command or token that it is at; 0 when it waits.
         generated: tokens sampled so far.
         workers: that share the model.
+        max_model_len: limit on prompt and response together.
+        dtype: of weights and compute, ``float32`` or ``bfloat16``.
     """
 
     weight_version: int | None
@@ -45,6 +47,8 @@ class ReplicaStatus:
     busy_for: float
     generated: int
     workers: int
+    max_model_len: int
+    dtype: str
 
 
 class ReplicaEngine:
@@ -65,6 +69,8 @@ class ReplicaEngine:
         self._busy_since: float | None = None
         self._generated = 0
         self._workers = 1
+        self._max_model_len = 0
+        self._dtype = ""
         self._vllm: Any = None
         self.ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="replica-engine", daemon=True)
@@ -82,6 +88,8 @@ class ReplicaEngine:
             busy_for=0.0 if since is None else time.monotonic() - since,
             generated=self._generated,
             workers=self._workers,
+            max_model_len=self._max_model_len,
+            dtype=self._dtype,
         )
 
     def add(self, requests: Sequence[Mapping[str, Any]], on_done: Done) -> Future[None]:
@@ -137,6 +145,8 @@ class ReplicaEngine:
         try:
             self._vllm = self._build()
             self._workers = int(self._vllm.vllm_config.parallel_config.world_size)
+            self._max_model_len = int(self._vllm.vllm_config.model_config.max_model_len)
+            self._dtype = str(self._vllm.vllm_config.model_config.dtype).removeprefix("torch.")
             self.ready.set_result(None)
             while self._obey():
                 if self._may_step():
@@ -232,6 +242,8 @@ class ReplicaEngine:
         self._reset_prefix_cache()
 
     def _set_version(self, version: int | None) -> None:
+        if version is not None and not isinstance(version, int):
+            raise ValueError(f"version {version!r}: expected an integer or null.")
         self._weight_version = version
         if version is not None:
             self._vllm.set_weight_version(str(version))

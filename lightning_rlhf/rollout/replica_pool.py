@@ -14,43 +14,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from lightning_rlhf.rollout.replica_client import ReplicaClient, ReplicaLostError, ReplicaUnreadyError
+from lightning_rlhf.rollout.replica_client import (
+    ReplicaClient,
+    ReplicaLostError,
+    ReplicaRefusedError,
+    ReplicaUnreadyError,
+)
 from lightning_rlhf.rollout.replica_fleet import ReplicaFleet
+from lightning_rlhf.rollout.replica_seen import Replica, State
 from lightning_rlhf.rollout.requests import Ledger, PendingRequest
 from lightning_rlhf.rollout.routing import Router
 
-State = Literal["starting", "unready", "up", "down", "dead"]
 FAST_SECONDS = 0.1
 Load = Callable[[ReplicaClient], Awaitable[None]]
-
-
-@dataclass(kw_only=True)
-class Replica:
-    """One replica as this rank sees it.
-
-    Attributes:
-        index: its place.
-        client: speaks to it.
-        state: see the module.
-        note: why it is not up.
-        version: of its weights, as it said last.
-        workers: that share its model, as it said last.
-        deaths: how often it had to be started again.
-        started: loop time of its last start.
-    """
-
-    index: int
-    client: ReplicaClient
-    state: State = "starting"
-    note: str = "not heard of yet"
-    version: int | None = None
-    workers: int = 1
-    deaths: int = 0
-    started: float = 0.0
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ReplicaPool:
@@ -127,10 +105,13 @@ class ReplicaPool:
         while replica.state != "dead":
             try:
                 status = await replica.client.health()
-            except ReplicaLostError as error:
+            except ReplicaRefusedError as error:
+                replica.refused = str(error)
+                await self._set(replica, "down", str(error))
+            except (RuntimeError, ValueError) as error:
                 await self._unreachable(replica, str(error))
             else:
-                replica.workers = status.workers
+                replica.hears(status)
                 if replica.state in ("starting", "down"):
                     await self._answers_again(replica, status.weight_version)
                 else:
@@ -173,6 +154,7 @@ class ReplicaPool:
         now = asyncio.get_running_loop().time()
         if replica.state in ("starting", "down"):
             if now - replica.started < self._start_seconds:
+                replica.note = why
                 return
             why = f"it did not answer within {self._start_seconds:g} s of its start: {why}"
         self.losses += replica.state in ("up", "unready")
@@ -384,17 +366,23 @@ class ReplicaPool:
         """Waits until every replica has answered once.
 
         Raises:
-            RuntimeError: if one does not in time.
+            RuntimeError: if one does not in time, or what answers is not a replica of this run.
         """
         async with self._changed:
             try:
                 async with asyncio.timeout(self._start_seconds):
                     await self._changed.wait_for(
-                        lambda: all(replica.state in ("unready", "up", "dead") for replica in self.replicas)
+                        lambda: (
+                            all(replica.state in ("unready", "up", "dead") for replica in self.replicas)
+                            or any(replica.refused for replica in self.replicas)
+                        )
                     )
             except TimeoutError:
                 raise RuntimeError(
                     f"Not every replica answered within {self._start_seconds:g} s: {self.describe()}."
                 ) from None
+        for replica in self.replicas:
+            if replica.refused:
+                raise RuntimeError(f"Replica {replica.index} cannot be used: {replica.refused}")
         if self._hopeless():
             raise RuntimeError(f"No replica could be started: {self.describe()}.")

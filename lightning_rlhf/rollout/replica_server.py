@@ -89,7 +89,7 @@ class ReplicaServer:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), self._expected):
+        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(errors="replace"), self._expected):
             return _error("The token is missing or wrong.", kind="Unauthorized", status=401)
         try:
             return await handler(request)

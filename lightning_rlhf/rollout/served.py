@@ -14,18 +14,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig, request_seed
 from lightning_rlhf.rollout.model_directory import ModelDirectory
-from lightning_rlhf.rollout.replica_agreement import same_scores, same_tensors
+from lightning_rlhf.rollout.replica_agreement import check_room, coarsest_dtype, same_scores, same_tensors
 from lightning_rlhf.rollout.replica_client import ReplicaClient
 from lightning_rlhf.rollout.replica_fleet import ReplicaFleet
 from lightning_rlhf.rollout.replica_pool import ReplicaPool
 from lightning_rlhf.rollout.replica_process import ReplicaConfig
 from lightning_rlhf.rollout.requests import PendingRequest
-from lightning_rlhf.rollout.responses import RolloutCounters, cut_at_stop, response_budget, to_sequence
+from lightning_rlhf.rollout.responses import RolloutCounters, check_scored, response_budget
+from lightning_rlhf.rollout.rows import build_row, end_ids
 from lightning_rlhf.rollout.vllm_request import sampling_arguments
 from lightning_rlhf.rollout.vllm_transfer import SNAPSHOT, update_info
 from lightning_rlhf.rollout.weight_snapshot import WeightSnapshot
@@ -59,6 +61,7 @@ class ServedRolloutEngine(RolloutEngine):
 
     Attributes:
         counters: prompts skipped and samples dropped so far.
+        leads: whether this rank brings weights.
         push_now: pushes the current weights while responses are waited for; set by who can do so without other ranks.
     """
 
@@ -87,7 +90,7 @@ class ServedRolloutEngine(RolloutEngine):
         self.max_model_len = max_model_len
         self.counters = RolloutCounters()
         self.in_flight = in_flight
-        self._leads = leads
+        self.leads = leads
         self._serials = itertools.count()
         self._prefix = f"{rank}-{secrets.token_hex(4)}"
         self._version: int | None = None
@@ -110,6 +113,7 @@ class ServedRolloutEngine(RolloutEngine):
                 self._fleet.wait_for_host()
             self._pool = self._wait(self._open(rank, dict(pool_settings or {}), dict(client_settings or {})))
             self._wait(self.pool.wait_until_answering())
+            check_room(self.pool.replicas, max_model_len=max_model_len)
         except BaseException:
             self.shutdown()
             raise
@@ -123,18 +127,19 @@ class ServedRolloutEngine(RolloutEngine):
 
     async def _open(self, rank: int, pool: dict[str, Any], client: dict[str, Any]) -> ReplicaPool:
         clients = [ReplicaClient(url, token=self.token, **client) for url in self.urls]
-        made = ReplicaPool(clients, fleet=self._fleet, leads=self._leads, offset=rank, **pool)
+        made = ReplicaPool(clients, fleet=self._fleet, leads=self.leads, offset=rank, **pool)
         made.open()
         return made
+
+    @property
+    @override
+    def compute_dtype(self) -> torch.dtype:
+        """As the replicas say; bfloat16 if one of them computes in it."""
+        return coarsest_dtype(self.pool.replicas)
 
     def _on_exit(self, index: int, how: str) -> None:
         if not self._closed:
             asyncio.run_coroutine_threadsafe(self.pool.exited(index, how), self._loop)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank brings weights."""
-        return self._leads
 
     def start_call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Begins a coroutine in the loop that speaks to the replicas."""
@@ -156,17 +161,9 @@ class ServedRolloutEngine(RolloutEngine):
             RuntimeError: if there are no valid weights, or no replica can serve.
         """
         if self._version is None:
-            raise RuntimeError(
-                "The rollout engine has no valid weights: none were pushed, or a push failed half-way. Push weights "
-                "(load_weights, then weight_version) before sampling."
-            )
-        may_come, version = self.push_now is not None, self._version
-        groups = [
-            self.start_call(
-                self._group(prompts, index, sampling, rl_step=rl_step, version=version, push_may_come=may_come)
-            )
-            for index in range(len(prompts))
-        ]
+            raise RuntimeError("The rollout engine has no valid weights: none were pushed, or a push failed half-way.")
+        how: dict[str, Any] = {"rl_step": rl_step, "version": self._version, "push_may_come": self.push_now is not None}
+        groups = [self.start_call(self._group(prompts, index, sampling, **how)) for index in range(len(prompts))]
         try:
             while self.push_now is not None and self._under_way(groups):
                 self.push_if_none_serves()
@@ -214,7 +211,7 @@ class ServedRolloutEngine(RolloutEngine):
         prompt = list(prompts.prompt_token_ids[index])
         budget = response_budget(len(prompt), max_model_len=self.max_model_len, max_new_tokens=sampling.max_new_tokens)
         self.counters.skipped_prompts += budget == 0
-        ends = set(self.directory.end_token_ids) | set(sampling.stop_token_ids)
+        ends = end_ids(self.directory, sampling)
         requests = [
             self._request(
                 prompt,
@@ -229,18 +226,14 @@ class ServedRolloutEngine(RolloutEngine):
         ]
         await self._answer(requests, push_may_come=push_may_come)
         return [
-            to_sequence(
+            build_row(
                 prompts,
                 index,
                 sample_index=sample,
-                response=cut_at_stop(
-                    requests[sample].response(), decode=self.directory.decode, stop=sampling.stop, stop_token_ids=ends
-                )
-                if budget
-                else None,
+                response=requests[sample].response() if budget else None,
+                sampling=sampling,
                 policy_version=version,
-                vocab_size=self.directory.vocab_size,
-                decode=self.directory.decode,
+                directory=self.directory,
                 counters=self.counters,
             )
             for sample in range(sampling.n)
@@ -266,15 +259,17 @@ class ServedRolloutEngine(RolloutEngine):
         The leading rank asks every replica, and they must agree.
 
         Raises:
-            ValueError: for a temperature other than 1, which vLLM's servers do not score at.
+            ValueError: for a temperature other than 1, which vLLM's servers do not score at; if a sequence is empty, or
+                longer than ``max_model_len``.
             RuntimeError: if replicas differ.
         """
+        check_scored(token_ids, longest=self.max_model_len, temperature=temperature)
         if temperature != 1:
             raise ValueError(f"Replicas score at temperature 1 only, got {temperature}.")
         return self._wait(self._score(token_ids))
 
     async def _score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        if not self._leads:
+        if not self.leads:
             requests = [self._request(list(ids), dict(SCORING)) for ids in token_ids]
             await asyncio.gather(*(self._answer([request]) for request in requests))
             return [request.prompt_log_probs or [] for request in requests]
@@ -298,7 +293,7 @@ class ServedRolloutEngine(RolloutEngine):
     @override
     def longest_wait(self) -> float:
         """Of the leading rank: until a replica has started, and has loaded weights."""
-        return self.pool.longest_wait if self._leads else 0.0
+        return self.pool.longest_wait if self.leads else 0.0
 
     @property
     def weight_version(self) -> int | None:
@@ -322,7 +317,7 @@ class ServedRolloutEngine(RolloutEngine):
             RuntimeError: if a replica could not load them.
             OSError: if there is no space for them.
         """
-        if not self._leads:
+        if not self.leads:
             deque(named_tensors, maxlen=0)
             return
         parent = Path(self._snapshots.name)
@@ -341,7 +336,7 @@ class ServedRolloutEngine(RolloutEngine):
         Raises:
             RuntimeError: naming a tensor in which two replicas differ.
         """
-        if not self._leads:
+        if not self.leads:
             return {}
 
         async def ask(client: ReplicaClient) -> dict[str, Tensor]:
@@ -351,7 +346,7 @@ class ServedRolloutEngine(RolloutEngine):
 
     def reset_prefix_cache(self) -> None:
         """Has every replica forget its keys and values."""
-        if self._leads:
+        if self.leads:
             self._wait(self.pool.ask_all(lambda client: client.reset_prefix_cache()))
 
     # --- control -----------------------------------------------------------------------------------------------------
@@ -365,12 +360,12 @@ class ServedRolloutEngine(RolloutEngine):
 
     def pause(self) -> None:
         """Has every replica stop between two tokens; with ``in_flight="resubmit"`` what is in flight ends there."""
-        if self._leads:
+        if self.leads:
             self._wait(self.pool.pause("keep" if self.in_flight == "keep" else "abort"))
 
     def resume(self) -> None:
         """Goes on."""
-        if self._leads:
+        if self.leads:
             self._wait(self.pool.resume())
 
     def sleep(self, level: int = 1) -> None:

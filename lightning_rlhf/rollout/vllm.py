@@ -10,21 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig, TensorRows, request_seed
 from lightning_rlhf.rng import preserved_rng
 from lightning_rlhf.rollout.gate import SamplingGate
 from lightning_rlhf.rollout.model_directory import ModelDirectory
-from lightning_rlhf.rollout.responses import (
-    RolloutCounters,
-    SampledResponse,
-    check_scored,
-    cut_at_stop,
-    response_budget,
-    to_sequence,
-)
+from lightning_rlhf.rollout.responses import RolloutCounters, check_scored, response_budget
+from lightning_rlhf.rollout.rows import build_row, end_ids
 from lightning_rlhf.rollout.vllm_build import build_llm_engine, engine_arguments, length_with_room_to_score
 from lightning_rlhf.rollout.vllm_group import (
     Ask,
@@ -123,6 +119,7 @@ class VLLMEngine(RolloutEngine):
             seed=self.engine_seed,
             engine_kwargs=engine_kwargs,
         )
+        self._dtype: torch.dtype = getattr(torch, dtype)
         shared = tensor_parallel_size > 1
         if shared:
             check_group_size(tensor_parallel_size, engine_kwargs=engine_kwargs or {})
@@ -138,6 +135,12 @@ class VLLMEngine(RolloutEngine):
         # If the engine is dropped without shutdown(), vLLM's own finalizer would take the default group with it.
         self._finalizer = weakref.finalize(self, _shut_down, self._vllm, built_in)
         VLLMEngine._living = weakref.ref(self)
+
+    @property
+    @override
+    def compute_dtype(self) -> torch.dtype:
+        """As asked for."""
+        return self._dtype
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, rl_step: int) -> Rollouts:
         """Draws ``sampling.n`` responses for each prompt, one request each; see `RolloutEngine.generate`.
@@ -158,14 +161,14 @@ class VLLMEngine(RolloutEngine):
                     rows.append((index, sample, ask))
             requests = iter(self._answer([ask for _, _, ask in rows if ask is not None]))
             sequences = [
-                to_sequence(
+                build_row(
                     prompts,
                     index,
                     sample_index=sample,
-                    response=None if ask is None else self._cut(next(requests), sampling),
+                    response=None if ask is None else next(requests).response(),
+                    sampling=sampling,
                     policy_version=version,
-                    vocab_size=self.directory.vocab_size,
-                    decode=self.directory.decode,
+                    directory=self.directory,
                     counters=self.counters,
                 )
                 for index, sample, ask in rows
@@ -200,19 +203,10 @@ class VLLMEngine(RolloutEngine):
         )
 
     def _ask(self, prompt: Sequence[int], sampling: SamplingConfig, *, seed: int, budget: int) -> Ask:
-        arguments = sampling_arguments(sampling, seed=seed, budget=budget, end_token_ids=self._ends(sampling))
-        return Ask(prompt=list(prompt), arguments=arguments)
-
-    def _ends(self, sampling: SamplingConfig) -> set[int]:
-        return set(self.directory.end_token_ids) | set(sampling.stop_token_ids)
-
-    def _cut(self, request: VLLMRequest, sampling: SamplingConfig) -> SampledResponse:
-        return cut_at_stop(
-            request.response(),
-            decode=self.directory.decode,
-            stop=sampling.stop,
-            stop_token_ids=self._ends(sampling),
+        arguments = sampling_arguments(
+            sampling, seed=seed, budget=budget, end_token_ids=end_ids(self.directory, sampling)
         )
+        return Ask(prompt=list(prompt), arguments=arguments)
 
     def _sample(self, requests: Sequence[VLLMRequest], logits_temperature: float = 1.0) -> None:
         """Steps vLLM until all requests are done or aborted; what an exception leaves behind is aborted as well."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.callbacks import HFRollout, VLLMRollout, WeightSync
+from lightning_rlhf.callbacks.served_rollout import ServerSettings
 from lightning_rlhf.contracts.rollout import Guide
 from lightning_rlhf.environments import ToolEnvironment
 
@@ -50,6 +51,12 @@ def test_sampling(rollout: Any, arguments: dict[str, Any], error: type[Exception
 def test_vllm(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         VLLMRollout(**arguments)
+
+
+@pytest.mark.parametrize("token", ["secret\n", " secret", "se\x07cret"])
+def test_a_token_with_what_a_header_cannot_hold(token: str) -> None:
+    with pytest.raises(ValueError, match="white space or a line's end"):
+        ServerSettings(urls=[URL], token=token).token_of_urls()
 
 
 def test_lists_of_a_configuration_are_taken() -> None:
