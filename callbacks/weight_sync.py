@@ -66,9 +66,9 @@ class WeightSync(RLCallback):
         self.every = every
         if not timeout > 0:
             raise ValueError(f"WeightSync(timeout={timeout}): expected seconds, more than 0.")
-        self.probe_tolerance = probe_tolerance
         if probe_tolerance is not None and not probe_tolerance >= 0:
             raise ValueError(f"WeightSync(probe_tolerance={probe_tolerance}): expected nats, at least 0.")
+        self.probe_tolerance = probe_tolerance
         self.timeout = timeout
         self.last_receipt: Receipt | None = None
         self._manager: CheckpointEngineManager | None = None
