@@ -148,6 +148,11 @@ class VLLMRollout(RolloutCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        if self._sync is not None and self._sync.overlap and not self.ahead.max_staleness:
+            raise ValueError(
+                "WeightSync(overlap=True) gains nothing where every rollout needs the newest weights: let rollouts run "
+                "ahead (VLLMRollout(max_staleness=1)), or leave overlap out."
+            )
         if self.mode == "colocated" and self.server.tensor_parallel_size > 1:
             check_vllm_layout(
                 self.server.tensor_parallel_size,
@@ -170,7 +175,7 @@ class VLLMRollout(RolloutCallback):
         engine = self._ensure_engine(trainer, module)
         lag = self._sync.lag if self._sync is not None else 0
         if self._sync is not None:
-            self._sync.ensure_fresh(module, engine, max_lag=lag)
+            self._sync.ensure_fresh(module, engine, max_lag=lag, runs_ahead=True)
         if self._async is None or self._async.engine is not engine:
             self._async = AsyncRollout(
                 self.ahead,

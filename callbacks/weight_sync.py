@@ -22,6 +22,7 @@ from lightning_rlhf.weights.manager import (
     Receipt,
 )
 from lightning_rlhf.weights.roll_call import TrainerRankLostError
+from lightning_rlhf.weights.update_under_way import UpdateUnderWay
 
 if TYPE_CHECKING:
     from lightning_rlhf.rollout.served import ServedRolloutEngine
@@ -43,6 +44,10 @@ class WeightSync(RLCallback):
             every n-th, for rollouts that run ahead anyway (``VLLMRollout(max_staleness=...)``).
         probe_tolerance: largest log-prob difference on the probe, in nats; None allows 0.01 in fp32, and 1.0 if trainer
             or rollout engine computes in bf16, whose rounding alone reaches 0.3 nats on a rare token.
+        overlap: replicas take a copy of the weights while the next step computes, and whatever is asked of them
+            meanwhile waits for it; for rollouts that run ahead (``VLLMRollout(max_staleness=...)``), since others need
+            the new weights at once. What is wrong with a push shows after the next optimizer step. Costs memory for one
+            more copy of the weights.
         timeout: longest time in seconds that a trainer rank may be late for a push, or for the next tensor in it; the
             message names those missing. The rank that feeds replicas may in addition wait for these.
 
@@ -56,6 +61,7 @@ class WeightSync(RLCallback):
         engine: str = "naive",
         engine_kwargs: Mapping[str, Any] | None = None,
         every: Literal["optimizer_step", "rollout"] | int = "optimizer_step",
+        overlap: bool = False,
         probe_tolerance: float | None = None,
         timeout: float = 600.0,
     ) -> None:
@@ -64,6 +70,12 @@ class WeightSync(RLCallback):
             raise ValueError(f"WeightSync(every={every!r}): expected 'optimizer_step', 'rollout' or a number of steps.")
         self.checkpoint_engine = CheckpointEngineRegistry.new(engine, **(engine_kwargs or {}))
         self.every = every
+        if overlap and not self.checkpoint_engine.remote:
+            raise ValueError(
+                f"WeightSync(engine={engine!r}, overlap=True): this engine loads weights in the training process, "
+                "which cannot compute meanwhile. Use engine='shm' or another one that reaches replicas, or overlap=False."
+            )
+        self.overlap = overlap
         if not timeout > 0:
             raise ValueError(f"WeightSync(timeout={timeout}): expected seconds, more than 0.")
         if probe_tolerance is not None and not probe_tolerance >= 0:
@@ -73,6 +85,8 @@ class WeightSync(RLCallback):
         self.last_receipt: Receipt | None = None
         self._manager: CheckpointEngineManager | None = None
         self._rollout: RolloutEngine | None = None
+        self._under_way: UpdateUnderWay | None = None
+        self._losses_before = 0
 
     @override
     def on_after_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: OptimizerStep) -> None:
@@ -84,21 +98,32 @@ class WeightSync(RLCallback):
         # before the first rollout there is no engine to push to; ensure_fresh serves it then
         if self._manager is not None:
             with module.timed("sync"):
-                self._keep(module, self._push(self._manager, module.policy_version))
+                if self.overlap:
+                    self._finish(module, self._manager)
+                    self._start(self._manager, module.policy_version)
+                else:
+                    self._keep(module, self._push(self._manager, module.policy_version))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._manager is not None:
+            self._finish(as_on_policy(pl_module, callback=self), self._manager)
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         # the version that comes with the checkpoint may equal the engine's by chance
-        self._manager = None
+        self._manager = self._under_way = None
 
     @property
     def lag(self) -> int:
         """Policy versions that the rollout engine's weights may be behind the policy's, between two pushes."""
         return self.every - 1 if isinstance(self.every, int) else 0
 
-    def ensure_fresh(self, module: OnPolicyModule, rollout: RolloutEngine, *, max_lag: int = 0) -> None:
+    def ensure_fresh(
+        self, module: OnPolicyModule, rollout: RolloutEngine, *, max_lag: int = 0, runs_ahead: bool = False
+    ) -> None:
         """Pushes if the rollout engine does not hold the policy version, or one not too far behind. Collective.
 
         Args:
@@ -106,20 +131,29 @@ class WeightSync(RLCallback):
             rollout: the engine that is about to sample.
             max_lag: versions that it may be behind; a replica that started again and has no weights gets a push all
                 the same.
+            runs_ahead: what it samples may wait for a push that is under way.
         """
         if self._manager is None or self._rollout is not rollout or self._manager.engine is not module.actor:
             self._manager = self._build_manager(module, rollout)
             self._rollout = rollout
             # versions are counted by each module for itself: equal numbers of two modules are not equal weights
             rollout.weight_version = None
+            self._under_way = None
             self._let_it_push(module, rollout, self._manager)
+        if runs_ahead and self._under_way is not None and module.policy_version - self._under_way.version <= max_lag:
+            return
+        self._finish(module, self._manager)
         held = rollout.weight_version
         new_enough = bool(max_lag) and held is not None and 0 <= module.policy_version - held <= max_lag
         if new_enough and not self._manager.any_rank(self._some_lack_weights()):
             return
         self._find_replicas(self._manager)
         with module.timed("sync"):
-            if self._manager.is_stale(module.policy_version):
+            if not self._manager.is_stale(module.policy_version):
+                return
+            if runs_ahead and self.overlap and held is not None:
+                self._start(self._manager, module.policy_version)
+            else:
                 self._keep(module, self._push(self._manager, module.policy_version))
 
     def _let_it_push(self, module: OnPolicyModule, rollout: RolloutEngine, manager: CheckpointEngineManager) -> None:
@@ -131,7 +165,13 @@ class WeightSync(RLCallback):
             and self.checkpoint_engine.remote
             and module.trainer.world_size == 1
         ):
-            rollout.push_now = lambda: self._keep(module, self._push(manager, module.policy_version))
+            rollout.push_now = lambda: self._push_now(module, manager)
+
+    def _push_now(self, module: OnPolicyModule, manager: CheckpointEngineManager) -> None:
+        """Brings weights to replicas of which none has any."""
+        self._finish(module, manager)
+        if self._some_lack_weights():
+            self._keep(module, self._push(manager, module.policy_version))
 
     def _some_lack_weights(self) -> bool:
         """Whether a replica of this rank has started again, and no push has reached it since."""
@@ -161,11 +201,39 @@ class WeightSync(RLCallback):
                 return manager.update_weights(version)
             except TrainerRankLostError:
                 raise
-            except Exception as error:  # all ranks are here: the manager raises on every one or on none
-                lost = self._losses() > losses
-                if not manager.any_rank(lost):
-                    raise
-                warnings.warn(f"A replica was lost in a push, which is made again without it: {error}", stacklevel=2)
+            except Exception as error:  # noqa: BLE001 (raised if no replica was lost)
+                self._raise_unless_lost(manager, losses, error)
+
+    def _raise_unless_lost(self, manager: CheckpointEngineManager, losses: int, error: Exception) -> None:
+        """A push that failed with a replica is made again. All ranks are here: it failed on every one. Collective."""
+        lost = self._losses() > losses
+        if not manager.any_rank(lost):
+            raise error
+        warnings.warn(f"A replica was lost in a push, which is made again without it: {error}", stacklevel=3)
+
+    def _start(self, manager: CheckpointEngineManager, version: int) -> None:
+        """Begins a push; requests wait for it from now on. Collective."""
+        self._losses_before = self._losses()
+        self._find_replicas(manager)
+        self._under_way = manager.start_update(version)
+        self._served().expect_version(version)
+
+    def _finish(self, module: OnPolicyModule, manager: CheckpointEngineManager) -> None:
+        """Waits for the push that is under way, if one is. After one that failed with a replica, another must follow.
+
+        Collective.
+        """
+        update, self._under_way = self._under_way, None
+        if update is None:
+            return
+        try:
+            receipt = manager.finish_update(update)
+        except TrainerRankLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 (raised if no replica was lost)
+            self._raise_unless_lost(manager, self._losses_before, error)
+        else:
+            self._note(module, receipt)
 
     def _losses(self) -> int:
         """How often replicas were lost so far, by a look at each of them."""
@@ -193,9 +261,12 @@ class WeightSync(RLCallback):
         return self._rollout
 
     def _keep(self, module: OnPolicyModule, receipt: Receipt) -> None:
-        self.last_receipt = receipt
         if self.checkpoint_engine.remote:
             self._served().expect_version(receipt.version)
+        self._note(module, receipt)
+
+    def _note(self, module: OnPolicyModule, receipt: Receipt) -> None:
+        self.last_receipt = receipt
         module.note_metrics(
             {
                 "sync/version": float(receipt.version),

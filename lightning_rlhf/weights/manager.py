@@ -25,6 +25,7 @@ from lightning_rlhf.weights.receipt import (
 )
 from lightning_rlhf.weights.replica import LocalReplica, unpack_sample
 from lightning_rlhf.weights.roll_call import RollCall, TrainerRankLostError
+from lightning_rlhf.weights.update_under_way import UpdateUnderWay
 
 PROBE_TOLERANCE_FP32 = 1e-2
 PROBE_TOLERANCE_BF16 = 1.0
@@ -102,6 +103,7 @@ class CheckpointEngineManager:
             RollCall(timeout=rank_timeout, feeding=feeding) if several and rank_timeout is not None else None
         )
         self.num_pushes = 0
+        self._copies: dict[str, Tensor] = {}
         self._last_samples: dict[str, Tensor] = {}
         self._last_probe: dict[str, tuple[Tensor, list[float]]] = {}
 
@@ -146,14 +148,15 @@ class CheckpointEngineManager:
             TrainerRankLostError: if another rank is missing, or gone in the middle; replicas keep their old version in
                 the first case.
         """
-        if self._roll_call is not None:
-            self._roll_call.meet(phase="meet")
+        self._meet()
         sent = SentSamples()
         parameters = self._gather()
         failure: Exception | None = None
         compared = 0
         try:
-            compared = self._push(version, sent, parameters)
+            if self.replicas:
+                self._ask_all("pause", abort=self.abort)
+                compared = self._bring(version, sent, sent.watch(parameters))
         except Exception as error:  # noqa: BLE001 (raised by _agree, once the other ranks know)
             failure = error
             self._tell_all("restore")
@@ -163,10 +166,65 @@ class CheckpointEngineManager:
         except RuntimeError as error:  # raised by _agree, too
             failure = error
         self._agree(failure)
-        difference = self._check_probe(version)
+        trainer = self._trainer_probe()
+        difference = 0.0
+        try:
+            difference = self._compare_probe(trainer, version)
+        except Exception as error:  # noqa: BLE001 (raised by _agree)
+            failure = error
+        self._agree(failure)
+        return self._receipt(version, sent, compared=compared, difference=difference)
+
+    def start_update(self, version: int) -> UpdateUnderWay:
+        """Begins a push that replicas take from a copy of the weights, while the caller goes on. Collective.
+
+        When this returns, replicas stand still: what is asked of them from now on is sampled from the new weights. A
+        rank that feeds replicas keeps room for one copy of the model. No other push may begin before `finish_update`.
+
+        Raises:
+            RuntimeError: if the weights could not be gathered.
+            TrainerRankLostError: as in `update_weights`.
+        """
+        self._meet()
+        sent = SentSamples()
+        copied = self._copy(sent.watch(self._gather()))
+        trainer = self._trainer_probe()
+        paused: Exception | None = None
+        try:
+            self._ask_all("pause", abort=self.abort)
+        except RuntimeError as error:  # raised in `finish_update`, where all ranks hear of it
+            paused = error
+
+        def work() -> tuple[int, float]:
+            try:
+                if paused is not None:
+                    raise paused
+                compared = self._bring(version, sent, iter(copied.items())) if self.replicas else 0
+            except Exception:
+                self._tell_all("restore")
+                raise
+            return compared, self._compare_probe(trainer, version)
+
+        return UpdateUnderWay(version, work, sent)
+
+    def finish_update(self, update: UpdateUnderWay) -> Receipt:
+        """Waits for the end of a push that was begun. Collective.
+
+        Raises:
+            RuntimeError: as in `update_weights`; what was sampled meanwhile may be of weights that do not hold.
+        """
+        self._agree(update.failure())
+        compared, difference = update.result()
+        return self._receipt(update.version, update.sent, compared=compared, difference=difference)
+
+    def _receipt(self, version: int, sent: SentSamples, *, compared: int, difference: float) -> Receipt:
         unchanged = self._note_changes(sent.samples)
         self.num_pushes += 1
         return Receipt(version=version, probe_difference=difference, tensors_compared=compared, unchanged=unchanged)
+
+    def _meet(self) -> None:
+        if self._roll_call is not None:
+            self._roll_call.meet(phase="meet")
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of this push, one at a time. Collective."""
@@ -175,11 +233,24 @@ class CheckpointEngineManager:
             return parameters
         return self._roll_call.gather(parameters, patience=self.checkpoint_engine.patience)
 
-    def _push(self, version: int, sent: SentSamples, parameters: Iterator[tuple[str, Tensor]]) -> int:
+    def _copy(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies in memory that is kept from push to push; none on a rank that feeds no replica. Collective."""
+        before, self._copies = self._copies, {}
+        for name, tensor in parameters:
+            if not self.replicas:
+                continue
+            kept = before.pop(name, None)
+            fits = kept is not None and (kept.shape, kept.dtype, kept.device) == (
+                tensor.shape,
+                tensor.dtype,
+                tensor.device,
+            )
+            self._copies[name] = kept.copy_(tensor.detach()) if kept is not None and fits else tensor.detach().clone()
+        return self._copies
+
+    def _bring(self, version: int, sent: SentSamples, parameters: Iterator[tuple[str, Tensor]]) -> int:
+        """Gives replicas that stand still the tensors, and lets them go on; how many of these were read back."""
         carrier = self.checkpoint_engine
-        if not self.replicas:
-            return 0
-        self._ask_all("pause", abort=self.abort)
         carrier.prepare()
         receivers = [receiver for replica in self.replicas for receiver in replica.receiver_ids]
         # seen from here there is one sender, this rank, and the receivers of its own replicas
@@ -188,7 +259,7 @@ class CheckpointEngineManager:
             invited = replica.receiver_ids if carrier.remote else ()
             replica.start("load", invitations=[carrier.invitation(name).to_json() for name in invited])
         carrier.init_process_group(topology)
-        carrier.send_weights(sent.watch(parameters))
+        carrier.send_weights(parameters)
         for replica in self.replicas:
             replica.finish(timeout=self.timeout)
         carrier.finalize()
@@ -219,11 +290,13 @@ class CheckpointEngineManager:
             with suppress(RuntimeError):
                 replica.finish(timeout=self.timeout)
 
-    def _check_probe(self, version: int) -> float:
+    def _trainer_probe(self) -> Tensor:
+        """The trainer's log-probs on the probe. Collective."""
         with nullcontext() if self._roll_call is None else self._roll_call.bounded(phase="probe"):
-            trainer = probe_log_probs(self.engine, self.probe_token_ids)
-        failure: Exception | None = None
-        difference = 0.0
+            return probe_log_probs(self.engine, self.probe_token_ids)
+
+    def _compare_probe(self, trainer: Tensor, version: int) -> float:
+        """Has the replicas score the probe; the largest difference in nats. Without success they do not serve."""
         try:
             answers = [one["log_probs"] for one in self._ask_all("score", token_ids=self.probe_token_ids)]
             difference = max((probe_difference(trainer, answer) for answer in answers), default=0.0)
@@ -234,10 +307,9 @@ class CheckpointEngineManager:
                     f"cannot be read back is stale: a fused or tied weight, or the prefix cache."
                 )
             self._check_moved(trainer, answers, version)
-        except Exception as error:  # noqa: BLE001 (raised by _agree)
-            failure = error
+        except Exception:
             self._tell_all("retire")
-        self._agree(failure)
+            raise
         return difference
 
     def _check_moved(self, trainer: Tensor, answers: list[list[float]], version: int) -> None:
@@ -258,7 +330,7 @@ class CheckpointEngineManager:
             replica.replica_id: (trainer, answer) for replica, answer in zip(self.replicas, answers, strict=True)
         }
 
-    def _agree(self, failure: Exception | None) -> None:
+    def _agree(self, failure: BaseException | None) -> None:
         """Raises on every rank if some rank failed, so that none waits for it in its next collective."""
         if isinstance(failure, TrainerRankLostError):
             self._tell_all("retire")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -43,10 +44,13 @@ class TinyRollout(RolloutEngine):
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
+        self.gate: threading.Event | None = None
         self.weights: dict[str, Tensor] = {}
         self.cache: dict[tuple[int, ...], list[float]] = {}
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self.gate is not None:
+            assert self.gate.wait(10)
         EVENTS.append("load")
         assert self.weight_version is None  # out of service while its weights are mixed
         for name, tensor in named_tensors:
@@ -107,6 +111,45 @@ def test_the_protocol_in_its_order() -> None:
     assert rollout.weight_version == receipt.version == 7
     assert receipt.probe_difference == 0.0
     assert receipt.tensors_compared == 2
+
+
+def test_replicas_take_a_copy_while_the_trainer_goes_on() -> None:
+    trainer, rollout = TinyTrainer(), TinyRollout()
+    manager = _manager(trainer, rollout)
+    rollout.gate = threading.Event()
+    update = manager.start_update(7)
+    assert EVENTS == ["probe", "pause", "wake weights"]  # it stands still, with the old weights
+    trainer.weights["layer.0"] += 1.0
+    trainer.weights["layer.2"] += 1.0
+    assert rollout.weight_version is None
+    rollout.gate.set()
+    receipt = manager.finish_update(update)
+    assert EVENTS[3:] == ["load", "reset", "wake kv_cache", "resume", "score"]
+    assert rollout.weight_version == receipt.version == 7
+    assert (receipt.probe_difference, receipt.tensors_compared, receipt.unchanged) == (0.0, 2, False)
+    assert rollout.weights["layer.0"].eq(1).all()
+    assert rollout.weights["layer.2"].eq(3).all()
+    assert manager.finish_update(manager.start_update(8)).version == 8
+    assert rollout.weights["layer.2"].eq(4).all()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("load", "disk is full"), ("stale layer.2", r"layer\.2 .* differs"), ("stale layer.0", "2 nats on the probe")],
+)
+def test_what_goes_wrong_meanwhile_is_raised_at_the_end(fault: str, message: str) -> None:
+    trainer, rollout = TinyTrainer(), TinyRollout()
+    manager = _manager(trainer, rollout)
+    manager.update_weights(0)
+    for name in trainer.weights:
+        trainer.weights[name] += 1.0
+    rollout.fault = fault
+    update = manager.start_update(1)
+    with pytest.raises(RuntimeError, match=message):
+        manager.finish_update(update)
+    assert rollout.weight_version is None
+    rollout.fault = ""
+    assert manager.update_weights(2).version == 2
 
 
 def test_ensure_fresh_pushes_only_when_the_versions_differ() -> None:
