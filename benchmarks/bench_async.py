@@ -131,7 +131,11 @@ def run_side(args: argparse.Namespace) -> dict[str, Any]:
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-            callbacks=[rollout, WeightSync(engine=args.weight_sync), steps],
+            callbacks=[
+                rollout,
+                WeightSync(engine=args.weight_sync, overlap=asynchronous and args.overlap),
+                steps,
+            ],
         )
         try:
             trainer.fit(module, data)
@@ -146,6 +150,7 @@ def start_side(args: argparse.Namespace, side: str, *, seed: int) -> dict[str, A
     load = os.getloadavg()[0]
     names = ("model", "steps", "prompts", "rollouts", "new_tokens", "lr", "max_staleness", "weight_sync")
     options = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    options += ["--overlap"] if args.overlap else []
     started = time.perf_counter()
     done = subprocess.run(
         [*shlex.split(args.prefix), sys.executable, __file__, *options, "--side", side, "--seed", str(seed)],
@@ -227,7 +232,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         **around,
         "settings": {
             **{key: getattr(args, key) for key in ("steps", "rounds", "prompts", "rollouts", "new_tokens", "lr")},
-            **{key: getattr(args, key) for key in ("max_staleness", "weight_sync")},
+            **{key: getattr(args, key) for key in ("max_staleness", "weight_sync", "overlap")},
             "model": args.model.name,
         },
         "ratio_sync_to_async": round(sync["seconds_per_step"] / ahead["seconds_per_step"], 3),
@@ -252,6 +257,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--weight-sync", default="shm", help="checkpoint engine")
+    parser.add_argument("--overlap", action="store_true", help="replicas take weights while the next step computes")
     parser.add_argument("--prefix", default="", help="put before the command of each run, such as 'nice -n -5'")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--side", choices=["sync", "async"], help=argparse.SUPPRESS)
