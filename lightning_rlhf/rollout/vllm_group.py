@@ -12,10 +12,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_rlhf.batching.exchange import all_gather_bytes, equal_on_all_ranks
+from lightning_rlhf.batching.exchange import all_gather_bytes
 from lightning_rlhf.contracts.rollout import TensorRows
 from lightning_rlhf.rollout.model_directory import WeightNames
 from lightning_rlhf.rollout.vllm_build import add_cpu_arguments
@@ -33,6 +35,9 @@ from lightning_rlhf.rollout.vllm_request import VLLMRequest, build_sampling_para
 _CPU = torch.device("cpu")
 
 State = Literal["asks", "done", "failed"]
+
+GRACE_SECONDS = 2.0
+"""After an error in the sampling, until the others are taken to wait for this rank in a collective of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +67,14 @@ class RankGroup:
 
     Args:
         group: the ranks, with a transport on the host.
+        cut: ends the collectives of the model itself in which other ranks wait for this one.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, cut: Callable[[], None] = lambda: None) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group = group
+        self._cut = cut
         self._round_number = 0
         self._others_know = False
 
@@ -92,7 +99,7 @@ class RankGroup:
 
         Raises:
             RuntimeError: on all ranks, if they hold other versions, ask at other temperatures, do not sample the same,
-                or one of them gave up.
+                or one of them gave up, or failed while it sampled: soon, and with that rank's error.
         """
         return self._round("asks", asks, version, logits_temperature, sample)[0]
 
@@ -111,7 +118,7 @@ class RankGroup:
         self._others_know = False
         try:
             yield
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             if not self._others_know:  # else the others know of it
                 self._tell("failed", (), version=-1, logits_temperature=1.0)
             raise
@@ -138,34 +145,64 @@ class RankGroup:
                 for rank, one in enumerate(told)
             ]
             everyones = [request for of_rank in requests for request in of_rank]
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
-                sample(everyones, temperature)
-            self._check_same(everyones)
+            failure: BaseException | None = None
+            failed_at: float | None = None
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+                    sample(everyones, temperature)
+            except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (raised by _check_same: others must know)
+                failure, failed_at = error, time.monotonic()  # the ranks are of one machine, and so is their clock
+            self._gather_after(failure)
+            self._check_same(everyones, failure, failed_at)
             return requests[self.rank], False
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             self._others_know = True
             raise
+
+    def _gather_after(self, failure: BaseException | None) -> None:
+        """Waits for the others after the sampling; those who wait for a rank that failed in the model are called."""
+        work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
+        assert work is not None
+        if failure is not None:
+            end = time.monotonic() + GRACE_SECONDS  # where all refuse the same there is nothing to cut
+            while not work.is_completed() and time.monotonic() < end:
+                time.sleep(0.01)
+            if not work.is_completed():
+                self._cut()
+        work.wait()
 
     def _tell(
         self, state: State, asks: Sequence[Ask], *, version: int, logits_temperature: float
     ) -> list[dict[str, Any]]:
         self._round_number += 1
-        own = {
-            "state": state,
-            "version": version,
-            "logits_temperature": logits_temperature,
-            "asks": _packed(asks),
-        }
+        return self._exchange(
+            {"state": state, "version": version, "logits_temperature": logits_temperature, "asks": _packed(asks)}
+        )
+
+    def _exchange(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         return [json.loads(part) for part in all_gather_bytes(json.dumps(own).encode(), group=self._group, device=_CPU)]
 
-    def _check_same(self, requests: Sequence[VLLMRequest]) -> None:
+    def _check_same(
+        self, requests: Sequence[VLLMRequest], failure: BaseException | None, failed_at: float | None
+    ) -> None:
+        """After the sampling: raises if a rank failed, the first error on all of them, or they are out of step."""
         digest = hashlib.blake2b(digest_size=8)
         for request in requests:
             digest.update(f"{request.request_id} {request.finish_reason} {len(request.token_ids)} ".encode())
             digest.update(np.asarray(request.token_ids, dtype=np.int64).tobytes())
-        number = int.from_bytes(digest.digest(), "big") >> 2
-        if not equal_on_all_ranks(number, group=self._group, device=_CPU):
+        own = {"digest": digest.hexdigest(), "failed_at": failed_at, "error": f"{type(failure).__name__}: {failure}"}
+        told = self._exchange(own)
+        failures = [(one["failed_at"], rank) for rank, one in enumerate(told) if one["failed_at"] is not None]
+        if failures:
+            first = min(failures)[1]
+            if failure is not None and first == self.rank:
+                raise failure
+            raise RuntimeError(
+                f"Rank {first} of the {self.size} that share one vLLM model has failed while it sampled, which ends "
+                f"the rollout on all of them: {told[first]['error']}"
+            ) from failure
+        if len({one["digest"] for one in told}) > 1:
             raise RuntimeError(
                 f"The {self.size} ranks that share one vLLM model have sampled different ids for the same requests: "
                 f"their engines are out of step, and none of the responses can be used. Sample with "
@@ -295,7 +332,21 @@ def group_of_engine() -> RankGroup:
     """The ranks that this process's vLLM shares its model with."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    return RankGroup(get_tp_group().cpu_group)
+    group = get_tp_group()
+    return RankGroup(group.cpu_group, cut=lambda: _close(group.device_group))
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    """Closes this rank's connections of a group for good: collectives in which others wait for it raise at once.
+
+    Gloo closes all of them when a wait runs out of time, so one is begun that does, for what nobody sends. NCCL cannot
+    be told so by one rank: there the others find out when their own collective has run out of time.
+    """
+    if dist.get_backend(group) == "gloo":
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        work = dist.irecv(torch.empty(1), others[0], group=group, tag=1)
+        with suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr] # this rank is in the group
 
 
 def read_own_rows(model: nn.Module, wanted: Sequence[str], names: WeightNames) -> dict[str, TensorRows]:

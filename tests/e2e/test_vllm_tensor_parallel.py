@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -88,6 +90,7 @@ def _at_the_engine(path: Path, *, tied: bool) -> dict[str, Any]:
         "rounds": _rounds(engine, PROMPTS[rank]),
         "compared": _read_back(engine, model),
         **_errors(engine, rank),
+        **_failure_in_sampling(engine, rank),
     }
     engine.shutdown()
     count = torch.ones(1)
@@ -145,6 +148,24 @@ def _errors(engine: VLLMEngine, rank: int) -> dict[str, str]:
     return errors
 
 
+def _failure_in_sampling(engine: VLLMEngine, rank: int) -> dict[str, Any]:
+    """The last thing that an engine does: rank 1 fails at the third token, while rank 0 waits for its share of it."""
+    step, steps = engine._vllm.step, itertools.count()
+
+    def failing() -> Any:
+        if next(steps) == 2:
+            raise MemoryError("no room on rank 1")
+        return step()
+
+    if rank == 1:
+        engine._vllm.step = failing
+    begun = time.monotonic()
+    with pytest.raises((RuntimeError, MemoryError)) as caught, engine.session():
+        engine.generate(PROMPTS[rank], SAMPLING, rl_step=0)
+    engine._vllm.step = step
+    return {"seconds": time.monotonic() - begun, "in_sampling": f"{caught.type.__name__} {caught.value}"}
+
+
 def _fail_on_rank_1(engine: VLLMEngine, rank: int) -> None:
     with engine.session():
         if rank == 1:
@@ -178,6 +199,10 @@ def test_two_ranks_sample_what_one_samples_and_stay_in_step(tmp_path: Path, tied
             assert f"{what}() while 2 ranks" in result[what]
             assert "mode='server', tensor_parallel_size=2" in result[what]
         assert "sampled different ids" in result["different"]
+        assert result["seconds"] < 20.0, "the others have waited for the group's timeout"
+    assert ranks[0]["in_sampling"].startswith("RuntimeError Rank 1 of the 2 that share one vLLM")
+    assert ranks[0]["in_sampling"].endswith("MemoryError: no room on rank 1")
+    assert ranks[1]["in_sampling"] == "MemoryError no room on rank 1"
 
 
 def _fit(root: Path, model: Path, strategy: Any, devices: int, tensor_parallel_size: int) -> dict[str, Any]:
