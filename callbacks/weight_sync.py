@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -27,6 +28,8 @@ from lightning_rlhf.weights.update_under_way import UpdateUnderWay
 if TYPE_CHECKING:
     from lightning_rlhf.rollout.served import ServedRolloutEngine
 
+ROLLOUT_SECONDS = 1800.0
+"""Longest time that a rank may be busy with its share of a rollout, a turn of an environment say, between two looks."""
 PROBE_TEXT = "A probe: both sides read these words and must agree on each of them."
 
 
@@ -114,7 +117,7 @@ class WeightSync(RLCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         # the version that comes with the checkpoint may equal the engine's by chance
-        self._manager = self._under_way = None
+        self._manager = None
 
     @property
     def lag(self) -> int:
@@ -134,15 +137,18 @@ class WeightSync(RLCallback):
             runs_ahead: what it samples may wait for a push that is under way.
         """
         if self._manager is None or self._rollout is not rollout or self._manager.engine is not module.actor:
+            if self._under_way is not None:  # of a run that broke off: it has the checkpoint engine until it ends
+                self._under_way.failure()
+                self._under_way = None
             self._manager = self._build_manager(module, rollout)
             self._rollout = rollout
             # versions are counted by each module for itself: equal numbers of two modules are not equal weights
             rollout.weight_version = None
-            self._under_way = None
             self._let_it_push(module, rollout, self._manager)
         if runs_ahead and self._under_way is not None and module.policy_version - self._under_way.version <= max_lag:
             return
-        self._finish(module, self._manager)
+        with module.timed("sync"):
+            self._finish(module, self._manager)
         held = rollout.weight_version
         new_enough = bool(max_lag) and held is not None and 0 <= module.policy_version - held <= max_lag
         if new_enough and not self._manager.any_rank(self._some_lack_weights()):
@@ -157,21 +163,22 @@ class WeightSync(RLCallback):
                 self._keep(module, self._push(self._manager, module.policy_version))
 
     def _let_it_push(self, module: OnPolicyModule, rollout: RolloutEngine, manager: CheckpointEngineManager) -> None:
-        """A trainer of one rank can push while it waits for responses; several would have to agree on it first."""
+        """Has the rollout engine push while it waits for responses of replicas that have started again."""
+        from lightning_rlhf.rollout.push_rounds import Pushes, PushRounds
         from lightning_rlhf.rollout.served import ServedRolloutEngine
 
-        if (
-            isinstance(rollout, ServedRolloutEngine)
-            and self.checkpoint_engine.remote
-            and module.trainer.world_size == 1
-        ):
-            rollout.push_now = lambda: self._push_now(module, manager)
+        if not isinstance(rollout, ServedRolloutEngine) or not self.checkpoint_engine.remote:
+            return
 
-    def _push_now(self, module: OnPolicyModule, manager: CheckpointEngineManager) -> None:
-        """Brings weights to replicas of which none has any."""
-        self._finish(module, manager)
-        if self._some_lack_weights():
+        def push() -> None:
             self._keep(module, self._push(manager, module.policy_version))
+
+        needed = rollout.pool.waits_for_push
+        if module.trainer.world_size == 1:
+            rollout.pushes = Pushes(needed=needed, push=push)
+        else:
+            exchange = partial(manager.exchange, phase="rollout", seconds=ROLLOUT_SECONDS)
+            rollout.pushes = PushRounds(exchange=exchange, needed=needed, push=push)
 
     def _some_lack_weights(self) -> bool:
         """Whether a replica of this rank has started again, and no push has reached it since."""
