@@ -76,7 +76,7 @@ class WeightSync(RLCallback):
         if overlap and not self.checkpoint_engine.remote:
             raise ValueError(
                 f"WeightSync(engine={engine!r}, overlap=True): this engine loads weights in the training process, "
-                "which cannot compute meanwhile. Use engine='shm' or another one that reaches replicas, or overlap=False."
+                "which cannot compute meanwhile. Use engine='shm' or another that reaches replicas, or overlap=False."
             )
         self.overlap = overlap
         if not timeout > 0:
