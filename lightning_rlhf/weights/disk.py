@@ -17,9 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import override
 
@@ -28,6 +26,7 @@ from lightning_rlhf.weights.buckets import BucketError
 from lightning_rlhf.weights.channel import Channel
 from lightning_rlhf.weights.checksum import checksum_of
 from lightning_rlhf.weights.connected import ConnectedCheckpointEngine
+from lightning_rlhf.weights.tensor_file import TensorFile
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
@@ -102,24 +101,30 @@ def write_snapshot(
     """Writes tensors in files of about ``file_bytes``, then the manifest; ``after_file`` is called after each file."""
     files: dict[str, str] = {}
     checksums: dict[str, str] = {}
-    held: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        name = f"model-{len(set(files.values())):05d}.safetensors"
-        save_file(held, directory / name, metadata={"format": "pt"})
-        files.update(dict.fromkeys(held, name))
-        held.clear()
-        after_file()
-
-    for name, tensor in stream:
-        if name in checksums:
-            raise ValueError(f"Weight push: {name!r} comes twice.")
-        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > file_bytes:
-            flush()
-        held[name] = torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
-        checksums[name] = checksum_of(held[name])
-    if held:
-        flush()
+    names = (f"model-{index:05d}.safetensors" for index in itertools.count())
+    file: TensorFile | None = None
+    try:
+        for name, tensor in stream:
+            if name in checksums:
+                raise ValueError(f"Weight push: {name!r} comes twice.")
+            on_host = tensor.detach().cpu().contiguous()
+            if file is not None and not (file.num_bytes + tensor.nbytes <= file_bytes and file.takes(name, tensor)):
+                file.close()
+                file = None
+                after_file()
+            if file is None:
+                current = next(names)
+                file = TensorFile(directory / current)
+            checksums[name] = checksum_of(on_host)
+            file.add(name, on_host)
+            files[name] = current
+        if file is not None:
+            file.close()
+            after_file()
+    except BaseException:
+        if file is not None:
+            file.discard()
+        raise
     tensors = [{"name": name, "file": files[name], "checksum": checksum} for name, checksum in checksums.items()]
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8")
     (directory / MANIFEST).write_text(json.dumps({"format": 1, "tensors": tensors}), encoding="utf-8")
