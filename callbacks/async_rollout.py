@@ -15,10 +15,13 @@ import torch.distributed as dist
 
 from lightning_rlhf.batching.exchange import all_gather_bytes
 from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step, replace_prompts
+from lightning_rlhf.callbacks.episodes import note_episodes
 from lightning_rlhf.callbacks.rollout_window import Prompt, RolloutWindow, batch_of, prompts_of
 from lightning_rlhf.contracts.rollout import SamplingConfig
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.on_policy import OnPolicyModule
+from lightning_rlhf.rollout.episode_groups import EpisodeGroups
+from lightning_rlhf.rollout.multi_turn import MultiTurnSampler
 from lightning_rlhf.types import PromptBatch, Rollouts, RolloutSequence
 
 if TYPE_CHECKING:
@@ -104,6 +107,7 @@ class AsyncRollout:
         restored: what a checkpoint held, by rank.
         dynamic: leaves groups of equal rewards out of a step; what takes their place is under way already, and further
             prompts are begun instead. None takes every group.
+        episodes: plays each group's episodes; None: one response to each prompt.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class AsyncRollout:
         lag: int,
         restored: Sequence[dict[str, Any]] | None,
         dynamic: DynamicSampling | None = None,
+        episodes: MultiTurnSampler | None = None,
     ) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, PromptDataModule):
@@ -128,7 +133,8 @@ class AsyncRollout:
                 "in the same order. Use max_staleness=0 and over_sampling=1 with sequence, tensor or pipeline parallel."
             )
         self.settings, self.module, self.engine, self.sampling = settings, module, engine, sampling
-        self._data, self._dynamic = data, dynamic
+        self._data, self._dynamic, self._episodes = data, dynamic, episodes
+        self._groups = EpisodeGroups(episodes, engine) if episodes is not None else None
         self._ranks = module.actor.data_parallel_size
         self._count = data.prompts_per_step // self._ranks
         self._per_step = versions_per_step(module, rollouts_per_step=data.prompts_per_step * sampling.n)
@@ -155,6 +161,8 @@ class AsyncRollout:
             self._fill_with_signal(batch, self._dynamic)
         assert batch.rollouts is not None
         self._note(batch.rollouts, restarted=self.window.restarted - before)
+        if self._episodes is not None:
+            note_episodes(self._episodes.take_counts(), self.module)
 
     def _take_into(self, batch: PromptBatch) -> Rollouts:
         """As many groups as the batch has prompts, which become theirs."""
@@ -170,6 +178,8 @@ class AsyncRollout:
         )
         replace_prompts(batch, batch_of([group.prompt for group in groups]))
         sequences = [sequence for group in groups for sequence in group.sequences]
+        if self._episodes is not None:
+            self._episodes.count(sequences)
         return Rollouts.from_sequences(sequences, temperature=self.sampling.temperature or 1.0)
 
     def _fill_with_signal(self, batch: PromptBatch, settings: DynamicSampling) -> None:
@@ -211,9 +221,14 @@ class AsyncRollout:
         self.window.add(prompts_of(drawn, rl_step=rl_step))
 
     def _begin(self, prompt: Prompt, version: int) -> Future[list[RolloutSequence]]:
-        return self.engine.start_group(
-            batch_of([prompt]), 0, self.sampling, rl_step=self.module.rl_step, version=version
-        )
+        starter = self._groups or self.engine
+        return starter.start_group(batch_of([prompt]), 0, self.sampling, rl_step=self.module.rl_step, version=version)
+
+    def close(self) -> None:
+        """Ends all that is under way."""
+        self.window.close()
+        if self._groups is not None:
+            self._groups.close()
 
     def _note(self, rollouts: Rollouts, *, restarted: int) -> None:
         """Staleness of the step's tokens over all ranks, as shares by version. Collective over data-parallel ranks."""

@@ -21,7 +21,7 @@ from lightning_rlhf.contracts.environment import EnvironmentFactory
 from lightning_rlhf.contracts.rollout import Guide, RolloutEngine
 from lightning_rlhf.modules.on_policy import OnPolicyModule
 from lightning_rlhf.rollout.episodes import TurnLimits
-from lightning_rlhf.types import PromptBatch
+from lightning_rlhf.types import PromptBatch, Rollouts
 
 
 class VLLMRollout(RolloutCallback):
@@ -127,11 +127,6 @@ class VLLMRollout(RolloutCallback):
             )
         if twice := sorted({"tensor_parallel_size", "distributed_executor_backend"} & set(engine_kwargs or {})):
             raise ValueError(f"engine_kwargs may not hold {twice}: VLLMRollout(tensor_parallel_size=) decides it.")
-        if environment is not None and self.ahead.needs_window:
-            raise ValueError(
-                "Rollouts with an environment= take their turns together, and do not run ahead of training: use "
-                "max_staleness=0 and over_sampling=1."
-            )
         self._async: AsyncRollout | None = None
         self._restored: list[dict[str, Any]] | None = None
         self.mode = mode
@@ -186,16 +181,20 @@ class VLLMRollout(RolloutCallback):
                 lag=lag,
                 restored=self._restored,
                 dynamic=self.dynamic_sampling,
+                episodes=self._episodes,
             )
             self._restored = None
         with module.timed("rollout"):
             self._async.fill(batch)
             if module.needs_baselines:
-                add_baselines(
-                    batch,
-                    lambda prompts: engine.generate(prompts, self.eval_sampling, rl_step=module.rl_step),
-                    module.score,
-                )
+                add_baselines(batch, lambda prompts: self._sample_greedily(prompts, module, engine), module.score)
+
+    def _sample_greedily(self, prompts: PromptBatch, module: OnPolicyModule, engine: RolloutEngine) -> Rollouts:
+        if self._episodes is None:
+            return engine.generate(prompts, self.eval_sampling, rl_step=module.rl_step)
+        rollouts = self._episodes.generate(engine, prompts, self.eval_sampling, rl_step=module.rl_step)
+        self._episodes.take_counts()  # those of the baselines are no part of the next step's
+        return rollouts
 
     @override
     def on_save_checkpoint(
@@ -219,7 +218,7 @@ class VLLMRollout(RolloutCallback):
     @override
     def shutdown(self) -> None:
         if self._async is not None:
-            self._async.window.close()
+            self._async.close()
             self._async = None
         super().shutdown()
 

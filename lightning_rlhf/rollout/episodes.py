@@ -9,7 +9,7 @@ from typing import Any
 from lightning_rlhf.contracts.environment import EPISODE_KEY, Action, Environment, StepResult, Task
 from lightning_rlhf.data.turns import TurnTokens
 from lightning_rlhf.rollout.responses import SampledResponse
-from lightning_rlhf.types import RolloutSequence
+from lightning_rlhf.types import PromptBatch, RolloutSequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +184,16 @@ class Episode:
 def turn_uid(uid: str, *, sample_index: int, turn: int) -> str:
     """The uid of one turn's request: from it and the run's seed comes its own, whatever the layout."""
     return f"turn {turn} of {sample_index}/{uid}"
+
+
+def turns_of(episodes: Sequence[Episode]) -> PromptBatch:
+    """What a rollout engine is asked for, so that each of these episodes takes its next turn."""
+    return PromptBatch(
+        uids=[turn_uid(e.task.uid, sample_index=e.task.sample_index, turn=e.turns) for e in episodes],
+        prompt_token_ids=[episode.ids for episode in episodes],
+        prompts=[""] * len(episodes),
+        metadata=[{} for _ in episodes],
+    )
 
 
 def check_appended(asked: Sequence[int], returned: Sequence[int], *, uid: str) -> None:

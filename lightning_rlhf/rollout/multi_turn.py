@@ -13,7 +13,6 @@ import torch
 from lightning_rlhf.contracts.environment import (
     EPISODE_KEY,
     Action,
-    Environment,
     EnvironmentFactory,
     StepResult,
     Task,
@@ -21,10 +20,11 @@ from lightning_rlhf.contracts.environment import (
 )
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig
 from lightning_rlhf.data.turns import TurnTokens
-from lightning_rlhf.rollout.episodes import Episode, TurnLimits, check_appended, turn_uid
+from lightning_rlhf.rollout import environment_calls
+from lightning_rlhf.rollout.episodes import Episode, TurnLimits, check_appended, turns_of
 from lightning_rlhf.rollout.responses import SampledResponse
 from lightning_rlhf.rollout.timed_calls import CallFailure, TimedCalls
-from lightning_rlhf.types import PromptBatch, Rollouts
+from lightning_rlhf.types import PromptBatch, Rollouts, RolloutSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,14 +55,15 @@ class EpisodeCounts:
     most_turns: int = 0
     rewarded: int = 0
 
-    def add(self, episode: Episode) -> None:
-        """Counts an episode in."""
+    def add(self, row: RolloutSequence) -> None:
+        """Counts an episode in, by the row that it gave."""
+        facts, mask = row.metadata[EPISODE_KEY], row.response_mask or []
         self.episodes += 1
-        self.turns += episode.turns
-        self.observation_tokens += len(episode.sampled) - sum(episode.sampled)
-        self.failed += episode.finish_reason == "failed"
-        self.most_turns = max(self.most_turns, episode.turns)
-        self.rewarded += episode.reward != 0
+        self.turns += facts["turns"]
+        self.observation_tokens += len(mask) - sum(mask)
+        self.failed += row.finish_reason == "failed"
+        self.most_turns = max(self.most_turns, facts["turns"])
+        self.rewarded += facts["reward"] != 0
 
 
 @dataclass(kw_only=True)
@@ -80,6 +81,7 @@ class MultiTurnSampler:
         limits: that bound an episode.
         chat_template_kwargs: further variables of the chat template, as for the prompts.
         counts: what episodes have come to.
+        calls: of all environments.
     """
 
     environment: EnvironmentFactory
@@ -92,7 +94,7 @@ class MultiTurnSampler:
     def __post_init__(self) -> None:
         """Makes what all batches share."""
         self._tokens = TurnTokens(self.tokenizer, chat_template_kwargs=self.chat_template_kwargs)
-        self._calls: TimedCalls[Any] = TimedCalls(seconds=self.limits.step_seconds, workers=self.limits.workers)
+        self.calls: TimedCalls[Any] = TimedCalls(seconds=self.limits.step_seconds, workers=self.limits.workers)
 
     def generate(
         self, engine: RolloutEngine, prompts: PromptBatch, sampling: SamplingConfig, *, rl_step: int
@@ -106,28 +108,28 @@ class MultiTurnSampler:
             ValueError: if a prompt's metadata has an entry ``episode`` already.
             EnvironmentBrokenError: if an environment raises it, or too many hang.
         """
-        if any(EPISODE_KEY in facts for facts in prompts.metadata):
-            raise ValueError(f"The prompts' metadata has an entry {EPISODE_KEY!r}, which the episode needs: rename it.")
         if engine.weight_version is None:
             raise RuntimeError("The rollout engine has no valid weights; a push must come before the first episode.")
         version = engine.weight_version
         episodes = [
-            self._episode(prompts, index, sample, sampling, rl_step=rl_step)
+            self.episode(prompts, index, sample, sampling, rl_step=rl_step)
             for index in range(len(prompts))
             for sample in range(sampling.n)
         ]
         try:
-            self._answer(episodes, [functools.partial(_begin, self.environment, one) for one in episodes])
+            self._answer(
+                episodes, [functools.partial(environment_calls.begin, self.environment, one) for one in episodes]
+            )
             while going_on := [episode for episode in episodes if episode.goes_on]:
                 self._play_turn(engine, going_on, sampling, rl_step=rl_step)
         finally:
             self._close(episodes)
-        self._count(episodes)
         facts = [facts for facts in prompts.metadata for _ in range(sampling.n)]
         rows = [
             episode.to_sequence(metadata=metadata, policy_version=version)
             for episode, metadata in zip(episodes, facts, strict=True)
         ]
+        self.count(rows)
         return Rollouts.from_sequences(rows, temperature=sampling.temperature or 1.0)
 
     def take_counts(self) -> EpisodeCounts:
@@ -135,9 +137,16 @@ class MultiTurnSampler:
         taken, self.counts = self.counts, EpisodeCounts()
         return taken
 
-    def _episode(
+    def episode(
         self, prompts: PromptBatch, index: int, sample: int, sampling: SamplingConfig, *, rl_step: int
     ) -> Episode:
+        """A prompt's episode before its environment is made.
+
+        Raises:
+            ValueError: if the prompt's metadata has an entry ``episode`` already.
+        """
+        if EPISODE_KEY in prompts.metadata[index]:
+            raise ValueError(f"The prompts' metadata has an entry {EPISODE_KEY!r}, which the episode needs: rename it.")
         uid = prompts.uids[index]
         return Episode(
             task=Task(
@@ -172,7 +181,10 @@ class MultiTurnSampler:
             elif action := episode.take_turn(response, budget=budget, tokens=self._tokens):
                 answered.append(episode)
                 actions.append(action)
-        calls = [functools.partial(_step, one, action) for one, action in zip(answered, actions, strict=True)]
+        calls = [
+            functools.partial(environment_calls.step, one, action)
+            for one, action in zip(answered, actions, strict=True)
+        ]
         results = self._answer(answered, calls)
         for episode, action, result in zip(answered, actions, results, strict=True):
             if isinstance(result, StepResult):
@@ -182,12 +194,7 @@ class MultiTurnSampler:
         self, engine: RolloutEngine, episodes: Sequence[Episode], budget: int, sampling: SamplingConfig, *, rl_step: int
     ) -> list[SampledResponse | None]:
         """Each episode's next turn; None where the engine skipped it."""
-        batch = PromptBatch(
-            uids=[turn_uid(e.task.uid, sample_index=e.task.sample_index, turn=e.turns) for e in episodes],
-            prompt_token_ids=[episode.ids for episode in episodes],
-            prompts=[""] * len(episodes),
-            metadata=[{} for _ in episodes],
-        )
+        batch = turns_of(episodes)
         rows = engine.generate(batch, replace(sampling, n=1, max_new_tokens=budget), rl_step=rl_step)
         if rows.uids != batch.uids:
             raise RuntimeError(f"The rollout engine returned other rows than it was asked for: {rows.uids[:3]}...")
@@ -214,61 +221,34 @@ class MultiTurnSampler:
 
     def _answer(self, episodes: Sequence[Episode], calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Runs one call for each episode; one that fails ends its episode."""
-        results = self._calls.run(calls)
+        results = self.calls.run(calls)
         for episode, result in zip(episodes, results, strict=True):
-            if isinstance(result, CallFailure):
-                what = f"step of turn {episode.turns - 1}" if episode.turns else "reset"
-                episode.fail(f"{what} {'' if result.hangs else 'raised '}{result.reason}")
-                if result.hangs:
-                    episode.environment = None  # it is in use: closing it is left to its thread's end
+            environment_calls.settle(episode, result)
         return results
 
     def _close(self, episodes: Sequence[Episode]) -> None:
         open_ones = [one for one in episodes if one.environment is not None]
-        calls = [functools.partial(_close_environment, one) for one in open_ones]
-        for episode, result in zip(open_ones, self._calls.run(calls), strict=True):
-            if isinstance(result, CallFailure):
-                logger.warning("Environment of %s: close %s", episode.task.uid, result.reason)
+        calls = [functools.partial(environment_calls.close, one) for one in open_ones]
+        for episode, result in zip(open_ones, self.calls.run(calls), strict=True):
+            warn_of_close(episode, result)
 
-    def _count(self, episodes: Sequence[Episode]) -> None:
-        for episode in episodes:
-            self.counts.add(episode)
-        failed = [episode for episode in episodes if episode.finish_reason == "failed"]
+    def count(self, rows: Sequence[RolloutSequence]) -> None:
+        """Counts episodes in, and names those that failed."""
+        for row in rows:
+            self.counts.add(row)
+        failed = [row for row in rows if row.finish_reason == "failed"]
         if failed:
             named = "; ".join(
-                f"{one.task.uid!r} sample {one.task.sample_index}: {one.failure}" for one in failed[:NAMED_FAILURES]
+                f"{one.uid!r} sample {one.sample_index}: {one.metadata[EPISODE_KEY]['failure']}"
+                for one in failed[:NAMED_FAILURES]
             )
             logger.warning(
                 "%d of %d episodes failed and do not train: %s%s",
-                len(failed), len(episodes), named, ", ..." if len(failed) > NAMED_FAILURES else "",
+                len(failed), len(rows), named, ", ..." if len(failed) > NAMED_FAILURES else "",
             )  # fmt: skip
 
 
-def _begin(make: EnvironmentFactory, episode: Episode) -> None:
-    environment = make()
-    if not isinstance(environment, Environment):
-        raise TypeError(f"environment= made a {type(environment).__name__}, expected an Environment.")
-    episode.environment = environment
-    environment.reset(episode.task)
-
-
-def _step(episode: Episode, action: Action) -> StepResult:
-    if episode.environment is None:
-        raise RuntimeError("The episode has no environment.")
-    result = episode.environment.step(action)
-    if not isinstance(result, StepResult):
-        raise TypeError(f"step gave a {type(result).__name__}, expected a StepResult.")
-    return replace(result, reward=_finite(result.reward))
-
-
-def _finite(reward: float) -> float:
-    number = float(reward)
-    if not abs(number) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"step gave the reward {reward}, not a finite fp32 number.")
-    return number
-
-
-def _close_environment(episode: Episode) -> None:
-    environment, episode.environment = episode.environment, None
-    if environment is not None:
-        environment.close()
+def warn_of_close(episode: Episode, result: object) -> None:
+    """Names an environment that could not be closed; its episode keeps what it has."""
+    if isinstance(result, CallFailure):
+        logger.warning("Environment of %s: close %s", episode.task.uid, result.reason)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from lightning_rlhf.contracts.environment import EnvironmentBrokenError
@@ -27,8 +27,21 @@ class CallFailure:
     hangs: bool = False
 
 
+@dataclass(eq=False)
+class _Job(Generic[T]):
+    """One call: its result, the thread that works at it, and what ends the wait for it."""
+
+    call: Callable[[], T]
+    future: Future[T | CallFailure] = field(default_factory=Future)
+    thread: threading.Thread | None = None
+    limit: threading.Timer | None = None
+    over: bool = False
+
+
 class TimedCalls(Generic[T]):
     """Runs calls. A thread cannot be killed: one over its limit is abandoned, and goes on until it returns.
+
+    Calls may be handed in from several threads; the limits hold for all of them together.
 
     Args:
         seconds: wall time of a call, from when it is begun.
@@ -38,58 +51,88 @@ class TimedCalls(Generic[T]):
 
     def __init__(self, *, seconds: float, workers: int, max_abandoned: int = 16) -> None:
         self.seconds, self.workers, self.max_abandoned = seconds, workers, max_abandoned
+        self._lock = threading.Lock()
+        self._waiting: deque[_Job[T]] = deque()
+        self._running = 0
         self._abandoned: list[threading.Thread] = []
+
+    def submit(self, call: Callable[[], T]) -> Future[T | CallFailure]:
+        """Hands a call in, to be begun when a worker is free.
+
+        Returns:
+            Its result or failure. It raises EnvironmentBrokenError if the call does, or if more threads hang than
+            ``max_abandoned``. Cancelling works until the call is begun.
+        """
+        job = _Job(call)
+        with self._lock:
+            self._waiting.append(job)
+            self._begin_waiting()
+        return job.future
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | CallFailure]:
         """Runs all calls; the results are in their order.
 
         Raises:
-            EnvironmentBrokenError: if a call raises it, or more threads hang than ``max_abandoned``.
+            EnvironmentBrokenError: see `submit`; calls that wait are not begun any more.
         """
-        found: list[T | CallFailure] = [CallFailure("not run")] * len(calls)
-        answers: queue.SimpleQueue[tuple[int, T | CallFailure | EnvironmentBrokenError]] = queue.SimpleQueue()
-        waiting, running = list(range(len(calls)))[::-1], dict[int, tuple[threading.Thread, float]]()
-        while waiting or running:
-            while waiting and len(running) < self.workers:
-                index = waiting.pop()
-                # daemon: an abandoned thread must not keep the interpreter from ending
-                thread = threading.Thread(target=_answer, args=(index, calls[index], answers), daemon=True)
-                running[index] = (thread, time.monotonic() + self.seconds)
-                thread.start()
-            first_end = min(end for _, end in running.values())
-            try:
-                index, value = answers.get(timeout=max(0.0, first_end - time.monotonic()))
-            except queue.Empty:
-                for late in [index for index, (_, end) in running.items() if time.monotonic() >= end]:
-                    found[late] = CallFailure(f"took longer than its limit of {self.seconds:g} s", hangs=True)
-                    self._abandon(running.pop(late)[0])
+        futures = [self.submit(call) for call in calls]
+        done, others = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in others:
+            future.cancel()
+        for future in done:
+            if (broken := future.exception()) is not None:
+                raise broken
+        return [future.result() for future in futures]
+
+    def _begin_waiting(self) -> None:
+        """Begins calls while workers are free. The lock is held."""
+        while self._waiting and self._running < self.workers:
+            job = self._waiting.popleft()
+            if not job.future.set_running_or_notify_cancel():
                 continue
-            if isinstance(value, EnvironmentBrokenError):
-                raise value
-            if index in running:
-                found[index] = value
-                del running[index]
-        return found
+            self._running += 1
+            # daemons: an abandoned thread must not keep the interpreter from ending
+            job.thread = threading.Thread(target=self._work, args=(job,), daemon=True)
+            job.limit = threading.Timer(self.seconds, self._give_up, args=(job,))
+            job.limit.daemon = True
+            job.limit.start()
+            job.thread.start()
 
-    def _abandon(self, thread: threading.Thread) -> None:
-        self._abandoned = [*(one for one in self._abandoned if one.is_alive()), thread]
-        if len(self._abandoned) > self.max_abandoned:
-            raise EnvironmentBrokenError(
-                f"{len(self._abandoned)} calls of environments hang in threads, which cannot be killed; allowed are "
-                f"{self.max_abandoned}. Give what an environment waits for a time limit of its own, below "
-                f"{self.seconds:g} s."
-            )
+    def _work(self, job: _Job[T]) -> None:
+        try:
+            value: T | CallFailure | EnvironmentBrokenError = job.call()
+        except EnvironmentBrokenError as error:
+            value = error
+        except Exception as error:  # noqa: BLE001 - a user's code may raise anything; the reason is reported with the row
+            value = CallFailure(f"{type(error).__name__}: {error}")
+        self._end(job, value)
 
+    def _give_up(self, job: _Job[T]) -> None:
+        self._end(job, CallFailure(f"took longer than its limit of {self.seconds:g} s", hangs=True))
 
-def _answer(
-    index: int,
-    call: Callable[[], T],
-    answers: queue.SimpleQueue[tuple[int, T | CallFailure | EnvironmentBrokenError]],
-) -> None:
-    try:
-        value: T | CallFailure | EnvironmentBrokenError = call()
-    except EnvironmentBrokenError as error:
-        value = error
-    except Exception as error:  # noqa: BLE001 - a user's code may raise anything; the reason is reported with the row
-        value = CallFailure(f"{type(error).__name__}: {error}")
-    answers.put((index, value))
+    def _end(self, job: _Job[T], value: T | CallFailure | EnvironmentBrokenError) -> None:
+        """Settles a call once, by its result or by its limit, whichever comes first."""
+        assert job.thread is not None
+        assert job.limit is not None
+        job.limit.cancel()
+        with self._lock:
+            if job.over:
+                return
+            job.over = True
+            self._running -= 1
+            if isinstance(value, CallFailure) and value.hangs:
+                self._abandoned = [*(one for one in self._abandoned if one.is_alive()), job.thread]
+                if len(self._abandoned) > self.max_abandoned:
+                    value = self._too_many()
+            self._begin_waiting()
+        if isinstance(value, EnvironmentBrokenError):
+            job.future.set_exception(value)
+        else:
+            job.future.set_result(value)
+
+    def _too_many(self) -> EnvironmentBrokenError:
+        return EnvironmentBrokenError(
+            f"{len(self._abandoned)} calls of environments hang in threads, which cannot be killed; allowed are "
+            f"{self.max_abandoned}. Give what an environment waits for a time limit of its own, below "
+            f"{self.seconds:g} s."
+        )

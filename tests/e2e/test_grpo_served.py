@@ -14,20 +14,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from support.fork import run_distributed
-from support.rollout import naive_log_probs
 from support.tiny import write_tiny_model
 from support.toy import Recorder, toy_data, toy_module, toy_trainer
-from transformers import AutoModelForCausalLM
+from support.versions import VersionCheck
 
 from lightning_rlhf.callbacks import RLCheckpoint, VLLMRollout, WeightSync
 from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling
 from lightning_rlhf.contracts.callback import OptimizerStep, RLCallback
 from lightning_rlhf.data import ListPrompts, PromptDataModule
-from lightning_rlhf.modules import OnPolicyModule
 from lightning_rlhf.rollout.served import ServedRolloutEngine
-from lightning_rlhf.types import PromptBatch
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 
@@ -206,41 +202,6 @@ def test_the_only_replica_of_a_checkpoint_engine_gets_the_weights_again_as_soon_
             assert step["metrics"]["actor/mismatch_abs_max"] < 1e-5
 
 
-class VersionCheck(RLCallback):
-    """Keeps each version's weights, and holds every sampled token against the version that it names."""
-
-    def __init__(self, model: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        self.weights = {0: {name: tensor.clone() for name, tensor in self.model.state_dict().items()}}
-        self.worst = 0.0
-        self.ages: set[int] = set()
-        self.trained: list[str] = []
-
-    def on_after_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: OptimizerStep) -> None:
-        assert isinstance(pl_module, OnPolicyModule)
-        state = {name: tensor.clone() for name, tensor in pl_module.actor.get_per_tensor_param()}
-        self.weights[pl_module.policy_version] = state
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
-    ) -> None:
-        assert isinstance(pl_module, OnPolicyModule)
-        assert batch.rollouts is not None
-        rollouts, now = batch.rollouts, pl_module.policy_version - 1
-        self.trained += batch.uids
-        for version in set(rollouts.token_versions[rollouts.response_mask].tolist()):
-            self.ages.add(now - version)
-            self.model.load_state_dict(self.weights[version], strict=False)
-            self.model.tie_weights()
-            for row in range(len(rollouts)):
-                part = slice(*rollouts.cu_seqlens[row : row + 2].tolist())
-                expected = torch.tensor(naive_log_probs(self.model, rollouts.tokens[part].tolist()))
-                mine = rollouts.token_versions[part] == version
-                if mine.any():
-                    off = (rollouts.rollout_log_probs[part] - expected)[mine].abs().max().item()
-                    self.worst = max(self.worst, off)
-
-
 def _flat_for_even(prompts: list[str], responses: list[str], metadata: list[dict[str, Any]]) -> list[float]:
     """Every second prompt's rewards are all equal; the others' depend on the text alone."""
     even = [int("".join(c for c in prompt.split("+")[0] if c.isdigit())) % 2 == 0 for prompt in prompts]
@@ -364,8 +325,6 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         VLLMRollout(mode="server", urls=["http://127.0.0.1:1"], replicas=2)
     with pytest.raises(ValueError, match="mode='server'"):
         VLLMRollout(max_staleness=1)
-    with pytest.raises(ValueError, match="do not run ahead"):
-        VLLMRollout(mode="server", max_staleness=1, environment=lambda: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="a number of steps"):
         WeightSync(every=0)
     with pytest.raises(ValueError, match="2 lists of 1"):

@@ -12,40 +12,26 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import requests
 import torch
+from support.replicas import config, fresh, push, tokens_generated
 from support.rollout import largest_difference, naive_log_probs, perturb, prompt_batch
 from support.tiny import tiny_model, write_tiny_model
 from support.waiting import within
 
 from lightning_rlhf.contracts.rollout import SamplingConfig
-from lightning_rlhf.rollout.replica_process import ReplicaConfig
 from lightning_rlhf.rollout.served import ServedRolloutEngine
 from lightning_rlhf.rollout.shared_memory_traces import shared_by_group
 from lightning_rlhf.types import Rollouts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 
 PROMPTS = prompt_batch({f"p{i}": [5 + (i + j) % 50 for j in range(3 + i % 4)] for i in range(6)})
 SAMPLING = SamplingConfig(n=4, max_new_tokens=12)
 LONG = SamplingConfig(n=4, max_new_tokens=180, stop_token_ids=())
-
-
-def config(path: Path, **changes: Any) -> ReplicaConfig:
-    arguments: dict[str, Any] = {
-        "model": str(path),
-        "max_model_len": 256,
-        "kv_cache_bytes": 32 << 20,
-        "max_num_seqs": 32,
-        "num_threads": 1,
-    }
-    return ReplicaConfig(**{**arguments, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -64,22 +50,6 @@ def engine(model_path: Path) -> Iterator[ServedRolloutEngine]:
     )
     yield served
     served.shutdown()
-
-
-def push(engine: ServedRolloutEngine, model: PreTrainedModel, *, version: int) -> None:
-    """In the manager's order."""
-    engine.pause()
-    engine.weight_version = None
-    engine.load_weights(iter(model.state_dict().items()))
-    engine.resume()
-    engine.weight_version = version
-
-
-def fresh(engine: ServedRolloutEngine, *, seed: int, version: int) -> PreTrainedModel:
-    model = tiny_model(tied=True).eval()
-    perturb(model, seed=seed, scale=0.3)
-    push(engine, model, version=version)
-    return model
 
 
 def check_complete(engine: ServedRolloutEngine, rollouts: Rollouts, *, num_samples: int = SAMPLING.n) -> None:
@@ -161,10 +131,6 @@ def generate_in_background(engine: ServedRolloutEngine, sampling: SamplingConfig
         return box["result"]
 
     return result
-
-
-def tokens_generated(engine: ServedRolloutEngine) -> int:
-    return sum(engine._wait(replica.client.health()).generated for replica in engine.pool.replicas)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "hang"])

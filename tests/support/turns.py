@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from lightning_rlhf.contracts.environment import Action, Environment, StepResult, Task
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig
 from lightning_rlhf.types import PromptBatch, Rollouts, RolloutSequence
+
+T = TypeVar("T")
 
 
 class ScriptedEngine(RolloutEngine):
@@ -27,6 +34,10 @@ class ScriptedEngine(RolloutEngine):
         self._say, self._end, self._versions = say, end, list(versions)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig, *, rl_step: int) -> Rollouts:
+        return Rollouts.from_sequences(self.rows(prompts, sampling), temperature=sampling.temperature)
+
+    def rows(self, prompts: PromptBatch, sampling: SamplingConfig) -> list[RolloutSequence]:
+        """One call's answers."""
         assert sampling.n == 1
         version = self._versions[min(len(self.asked), len(self._versions) - 1)]
         self.asked.append(dict(zip(prompts.uids, map(list, prompts.prompt_token_ids), strict=True)))
@@ -47,7 +58,7 @@ class ScriptedEngine(RolloutEngine):
                     finish_reason=reason if response else "skipped",
                 )
             )
-        return Rollouts.from_sequences(rows, temperature=sampling.temperature)
+        return rows
 
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
         raise NotImplementedError
@@ -73,6 +84,35 @@ class ScriptedEngine(RolloutEngine):
     def release_kv_cache(self) -> None: ...
 
     def shutdown(self) -> None: ...
+
+
+class LoopEngine(ScriptedEngine):
+    """The same in a loop of its own, where each request takes as long as ``seconds(uid)`` says."""
+
+    def __init__(self, *arguments: Any, seconds: Callable[[str], float] = lambda uid: 0.0, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._seconds = seconds
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def start_call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def start_group(
+        self, prompts: PromptBatch, index: int, sampling: SamplingConfig, *, rl_step: int, version: int
+    ) -> Future[list[RolloutSequence]]:
+        async def group() -> list[RolloutSequence]:
+            assert len(prompts) == 1
+            await asyncio.sleep(self._seconds(prompts.uids[0]))
+            return self.rows(prompts, sampling)
+
+        return self.start_call(group())
+
+    def shutdown(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
 
 
 class Counting(Environment):
@@ -114,3 +154,77 @@ class Dice(Environment):
             reward=digits / max(1, len(action.text)),
             done=action.turn == 2,
         )
+
+
+@dataclass
+class Account:
+    """What happened to all episodes.
+
+    Attributes:
+        events: ``(what, uid, sample index, number of the environment)``, in order.
+        made: environments.
+        at_work: of them in a step now.
+        most_at_work: that there were at once.
+    """
+
+    events: list[tuple[str, str, int, int]] = field(default_factory=list)
+    made: int = 0
+    at_work: int = 0
+    most_at_work: int = 0
+
+    def check_closed(self) -> None:
+        """Every environment that was made has been reset and closed, once, and was not asked for anything after."""
+        by_number: dict[int, list[str]] = {}
+        for what, _, _, number in self.events:
+            by_number.setdefault(number, []).append(what)
+        assert sorted(by_number) == list(range(self.made))
+        for events in by_number.values():
+            assert (events[0], events[-1]) == ("reset", "close"), events
+            assert set(events[1:-1]) <= {"step"}
+
+    def count(self, what: str) -> int:
+        """How often something happened."""
+        return sum(event[0] == what for event in self.events)
+
+
+class Logged(Environment):
+    """Keeps an account. Metadata may say ``turns`` (2 if not) and ``seconds`` of each step."""
+
+    account: ClassVar[Account] = Account()
+    lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self._own = Logged.account  # a step that is given up may end in another test
+        with Logged.lock:
+            self._number, self._own.made = self._own.made, self._own.made + 1
+        self._steps = 0
+
+    @classmethod
+    def forget(cls) -> None:
+        """Begins the account anew."""
+        Logged.account = Account()
+
+    def _note(self, what: str) -> None:
+        with Logged.lock:
+            self._own.events.append((what, self._task.uid, self._task.sample_index, self._number))
+
+    def reset(self, task: Task) -> None:
+        self._task = task
+        self._note("reset")
+
+    def step(self, action: Action) -> StepResult:
+        assert action.turn == self._steps, "a turn was answered twice, or left out"
+        self._steps += 1
+        with Logged.lock:
+            self._own.at_work += 1
+            self._own.most_at_work = max(self._own.most_at_work, self._own.at_work)
+        time.sleep(self._task.metadata.get("seconds", 0.0))
+        with Logged.lock:
+            self._own.at_work -= 1
+        self._note("step")
+        digits = sum(character.isdigit() for character in action.text)
+        done = action.turn + 1 >= self._task.metadata.get("turns", 2)
+        return StepResult(observation=f"seen {action.turn}", reward=digits / max(1, len(action.text)), done=done)
+
+    def close(self) -> None:
+        self._note("close")

@@ -222,5 +222,5 @@ def test_rows_that_share_their_prompt_in_a_micro_batch_learn_the_same(tmp_path: 
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no environment="):
         HFRollout(turn_limits=TurnLimits())
-    with pytest.raises(ValueError, match="do not run ahead"):
-        VLLMRollout(mode="server", max_staleness=1, environment=partial(Counting))
+    with pytest.raises(ValueError, match="neither samples beside training"):
+        VLLMRollout(max_staleness=1, environment=partial(Counting))
