@@ -21,8 +21,8 @@ from lightning_rlhf.batching.micro_batch import count_computed, plan_micro_batch
 from lightning_rlhf.batching.shared_prompts import SharedPrefix, among, find_shared_prefixes
 from lightning_rlhf.contracts.engine import BaseEngine, EngineConfig, LossFunction, OptimizerStepResult
 from lightning_rlhf.engines import checkpoint
-from lightning_rlhf.engines.adapter import adapter_disabled, merged_parameters, whole
-from lightning_rlhf.engines.hf_model import PackedCausalLM, PackedModel, load_causal_lm
+from lightning_rlhf.engines.adapter import adapter_disabled, base_name, merged_parameters, whole
+from lightning_rlhf.engines.hf_model import PackedCausalLM, PackedModel, load_causal_lm, stored_buffers
 from lightning_rlhf.engines.residence import Residence
 from lightning_rlhf.engines.shared_stream import shared_stream
 from lightning_rlhf.metrics import Metric, merge_metrics
@@ -309,11 +309,13 @@ class HFEngine(BaseEngine):
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Yields ``(hf_name, full tensor)``, one at a time, detached, in the model's order. Collective.
 
-        A head tied to the embedding has no entry of its own. Every rank must drain the generator: a consumer that
-        fails on one rank goes on drawing, or the others wait for it in a gather. An adapter is merged into copies.
-        Parameters that are offloaded come to the device for as long as it is drawn from.
+        Buffers that files hold come first. A head tied to the embedding has no entry of its own. Every rank must drain
+        the generator: a consumer that fails on one rank goes on drawing, or the others wait for it in a gather. An
+        adapter is merged into copies. Parameters that are offloaded come to the device for as long as it is drawn from.
         """
         with self.residence.reachable():
+            for name, buffer in stored_buffers(self.hf_model):
+                yield base_name(name), buffer
             if self.config.lora is not None:
                 yield from merged_parameters(self.hf_model)
                 return

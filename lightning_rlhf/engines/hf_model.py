@@ -83,6 +83,14 @@ def prepare_causal_lm(
     return loaded
 
 
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that files hold, detached: the bias of a router's choice, say. All ranks have them whole."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in model.state_dict().items():
+        if name not in parameters:
+            yield name, tensor
+
+
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
     was_enabled = hf_logging.is_progress_bar_enabled()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.experience import make_experience, policy_gradient
 from support.tiny import tiny_model
+from support.tiny_experts import tiny_experts
 from torch import Tensor
 
 from lightning_rlhf.contracts.engine import EngineConfig, EngineRegistry
@@ -259,6 +260,16 @@ def test_names_and_values_are_hugging_faces_and_a_tied_head_is_sent_once() -> No
         assert ("lm_head.weight" in exported) is not tied
         assert all(torch.equal(exported[name], reference[name]) for name in reference)
         assert not any(value.requires_grad for value in exported.values())
+
+
+def test_buffers_that_files_hold_are_sent_too() -> None:
+    """The bias of GLM's router is one; rotary tables are none."""
+    exported = dict(_engine(model=tiny_experts("glm4_moe")).get_per_tensor_param())
+    expected = tiny_experts("glm4_moe").state_dict()
+    assert exported.keys() == expected.keys()
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert expected[name].abs().max() > 0
+    assert torch.equal(exported[name], expected[name])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
