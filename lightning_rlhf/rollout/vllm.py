@@ -63,7 +63,8 @@ class VLLMEngine(RolloutEngine):
         replica_index: which engine of the run this is; added to the seed, so that engine seeds differ.
         tensor_parallel_size: neighbouring ranks of the default process group that share the model (`vllm_group`): they
             have one replica index, `generate` and `score` are collective over them, and `session` bounds a rollout.
-        local_rank: number of this rank's device, where ranks share the model.
+        local_rank: number of this rank's device, as torch counts those that the process sees; None: the one that the
+            process computes on.
         engine_kwargs: more of vLLM's ``EngineArgs``; it refuses unknown ones.
 
     Attributes:
@@ -91,7 +92,7 @@ class VLLMEngine(RolloutEngine):
         seed: int = 0,
         replica_index: int = 0,
         tensor_parallel_size: int = 1,
-        local_rank: int = 0,
+        local_rank: int | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         other = VLLMEngine._living() if VLLMEngine._living is not None else None
@@ -128,7 +129,7 @@ class VLLMEngine(RolloutEngine):
             self._vllm: Any = (
                 build_group_engine(arguments, tensor_parallel_size=tensor_parallel_size, local_rank=local_rank)
                 if shared
-                else build_llm_engine(arguments)
+                else build_llm_engine(arguments, local_rank=local_rank)
             )
             built_in = default_group()
         self._group = group_of_engine() if shared else None

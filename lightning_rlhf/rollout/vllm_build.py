@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_rlhf.rollout.model_directory import ModelDirectory
+from lightning_rlhf.rollout.vllm_device import executor_on_device, own_device
 from lightning_rlhf.rollout.vllm_process import forget_parallel_state
 
 DTYPES = ("float32", "bfloat16")
@@ -80,14 +81,24 @@ def add_cpu_arguments(arguments: dict[str, Any]) -> None:
     arguments.setdefault("block_size", 32)
 
 
-def build_llm_engine(arguments: dict[str, Any]) -> Any:
-    """vLLM's ``LLMEngine`` with scheduler and, for one device, worker in this process."""
+def build_llm_engine(arguments: dict[str, Any], *, local_rank: int | None = None) -> Any:
+    """vLLM's ``LLMEngine`` with scheduler and, for one device, worker in this process.
+
+    Args:
+        arguments: those of `engine_arguments`.
+        local_rank: number of the one device; None: the one that this process computes on.
+    """
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor.abstract import Executor
 
     add_cpu_arguments(arguments)
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        here = config.parallel_config.distributed_executor_backend == "uni"
+        executor = executor_on_device(own_device(local_rank)) if here else Executor.get_class(config)
+        return LLMEngine(vllm_config=config, executor_class=executor, log_stats=not arguments["disable_log_stats"])
     except BaseException as error:
         error.add_note(f"vLLM was built with {arguments}; kv_cache_bytes sets the memory of its cache.")
         forget_parallel_state()  # else the next engine of this process meets groups of this one

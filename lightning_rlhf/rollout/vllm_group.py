@@ -29,6 +29,7 @@ from lightning_rlhf.batching.exchange import all_gather_bytes
 from lightning_rlhf.contracts.rollout import TensorRows
 from lightning_rlhf.rollout.model_directory import WeightNames
 from lightning_rlhf.rollout.vllm_build import add_cpu_arguments
+from lightning_rlhf.rollout.vllm_device import own_device
 from lightning_rlhf.rollout.vllm_process import forget_parallel_state
 from lightning_rlhf.rollout.vllm_request import VLLMRequest, build_sampling_params, refusals_named
 
@@ -261,13 +262,13 @@ def check_group_size(tensor_parallel_size: int, *, engine_kwargs: Mapping[str, A
         )
 
 
-def build_group_engine(arguments: dict[str, Any], *, tensor_parallel_size: int, local_rank: int) -> Any:
+def build_group_engine(arguments: dict[str, Any], *, tensor_parallel_size: int, local_rank: int | None) -> Any:
     """vLLM's ``LLMEngine`` around this rank's share of the model. Collective over the default process group.
 
     Args:
         arguments: those of an engine on one device.
         tensor_parallel_size: ranks that share the model.
-        local_rank: number of this rank's device.
+        local_rank: number of this rank's device; None: the one that this process computes on.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -280,8 +281,9 @@ def build_group_engine(arguments: dict[str, Any], *, tensor_parallel_size: int, 
         def _distributed_args(self) -> tuple[str, int, int]:
             # On CPU vLLM sums over shared memory if the ranks name it alike: it spins without end for a rank that is
             # gone, and leaves the segments behind. Unlike names have it use the process group, which has a timeout.
-            return f"env://{dist.get_rank()}", dist.get_rank(), local_rank
+            return f"env://{dist.get_rank()}", dist.get_rank(), device
 
+    device = own_device(local_rank)
     _leave_lookup_uncompiled()
     add_cpu_arguments(arguments)
     arguments |= {"tensor_parallel_size": tensor_parallel_size, "distributed_executor_backend": "external_launcher"}
