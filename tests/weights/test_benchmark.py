@@ -43,8 +43,8 @@ def test_one_line_of_json_with_each_engine_measured_and_each_missing_one_named(t
             assert row[key] > 0
         assert row["tensors"] > 20
         assert row["gb_per_s"] * row["seconds"] / row["gigabytes"] == pytest.approx(1, rel=0.05)
-    # 2% of the elements changed, each sent as a place (4 bytes) and a value (2)
-    assert 0.05 < result["engines"]["delta:nccl"]["payload_share"] < 0.07
+    # 1% of the elements changed, each sent as a place (4 bytes) and a value (2)
+    assert 0.025 < result["engines"]["delta:nccl"]["payload_share"] < 0.035
 
 
 def test_an_engine_that_is_missing_alone_is_named_and_is_no_result(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from lightning_rlhf.weights import (
     PeerError,
     ShmCheckpointEngine,
 )
-from lightning_rlhf.weights.delta import DeltaTransform
+from lightning_rlhf.weights.delta import DeltaTransform, changed_places
 from lightning_rlhf.weights.disk import newest_snapshot, read_snapshot, snapshots
 from lightning_rlhf.weights.shm_link import PREFIX, ShmSenderLink, remove_abandoned
 
@@ -253,6 +253,21 @@ def test_delta_goes_over_any_link_and_to_a_newcomer_whole(link: str, tmp_path: P
         engine.close()
 
     in_own_process(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_places_that_changed_are_the_same_word_by_word(dtype: torch.dtype) -> None:
+    """For few and many changes, sizes that are no whole number of words, and tensors that begin within one."""
+    draw = torch.Generator().manual_seed(0)
+    for size in (0, 1, 7, 8, 4099):
+        for first in (0, 1, 3):
+            for share in (0.0, 0.003, 0.5):
+                held = torch.randint(0, 100, (size + first,), generator=draw).to(dtype)[first:]
+                new = held + (torch.rand(size, generator=draw) < share).to(dtype)
+                if size:
+                    new[-1] += 1
+                expected = [place for place in range(size) if new[place] != held[place]]
+                assert changed_places(new, held).tolist() == expected, (size, first, share)
 
 
 def test_delta_needs_a_link_between_processes() -> None:
