@@ -107,7 +107,9 @@ class ModelReward:
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=True)
-        eos = self.tokenizer.eos_token_id
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]  # the text begins with the one that a chat template has written
         return ids if ids and ids[-1] == eos else [*ids, eos]
 
     def _values(self, sequences: list[list[int]]) -> list[float]:

@@ -31,8 +31,11 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 
 PROMPTS = prompt_batch({f"p{i}": [5 + (i + j) % 50 for j in range(3 + i % 4)] for i in range(4)})
 SAMPLING = SamplingConfig(n=2, max_new_tokens=12)
-EXACT, ROUNDED = 1e-5, 0.5
-"""Bounds on the difference of log-probs in fp32, and in bf16, where rounding sends some tokens to another expert."""
+EXACT, ROUNDED = 1e-5, 0.8
+"""Bounds on the difference of log-probs from the trainer's in fp32: of vLLM in fp32, and in bf16, where rounding sends
+some tokens to another expert (0.38 at most was seen)."""
+MOVED = 1.2
+"""What each push moves some log-prob by, at least."""
 
 
 def pushes_into_replicas(
@@ -115,7 +118,7 @@ def test_log_probs_follow_every_push_into_replicas(
     assert len(found) == 2 * len(carriers)
     for new, old in found:
         assert new < (EXACT if dtype == "float32" else ROUNDED)
-        assert old > 2 * ROUNDED, "the weights hardly move: this test shows nothing"
+        assert old > MOVED, "the weights hardly move: this test shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,7 @@ def test_two_ranks_share_each_expert(tmp_path: Path, family: ExpertFamily, dtype
     for found in run_distributed(run, 2, timeout=280.0):
         for new, old in found:
             assert new < (EXACT if dtype == "float32" else ROUNDED)
-            assert old > 2 * ROUNDED, "the weights hardly move: this test shows nothing"
+            assert old > MOVED, "the weights hardly move: this test shows nothing"
 
 
 @pytest.mark.parametrize(

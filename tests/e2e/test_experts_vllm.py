@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from support.fork import run_distributed
 from support.megatron_imports import megatron_is_imported  # noqa: F401 (a fixture)
@@ -70,6 +71,28 @@ def test_log_probs_follow_every_push(
         perturb(model, seed=seed, scale=0.3)
         engine.load_weights(model.state_dict().items())  # all experts of a layer in one tensor
         assert difference() < 1e-5
+
+
+def test_d06_a_routers_float32_bias_stays_float32_in_a_bfloat16_engine(
+    tmp_path: Path, engines: list[VLLMEngine]
+) -> None:
+    """In bf16 the two largest would be equal, and another expert be chosen."""
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model = tiny_experts("glm4_moe").eval()
+    bias = torch.tensor([1.0010, 1.0020, 0.5, 0.25])
+    assert bias.bfloat16()[0] == bias.bfloat16()[1]
+    engine = VLLMEngine(
+        write_tiny_experts(tmp_path, "glm4_moe"), max_model_len=64, kv_cache_bytes=2**25, dtype="bfloat16"
+    )
+    engines.append(engine)
+    for shift in (0.0, 0.125):
+        with torch.no_grad():
+            model.get_buffer(name).copy_(bias + shift)
+        engine.load_weights(model.state_dict().items())
+        held = engine.read_weights([name, "model.norm.weight"])
+        assert held["model.norm.weight"].dtype is torch.bfloat16
+        assert held[name].dtype is torch.float32
+        assert torch.equal(held[name], bias + shift)
 
 
 def _fit(root: Path, model: Path) -> list[dict[str, Any]]:

@@ -291,21 +291,30 @@ def test_abort_keeps_what_was_sampled(engine: VLLMEngine, model: PreTrainedModel
     assert "abort" not in again.finish_reasons
 
 
-def test_sleep_wakes_in_two_steps_and_deep_sleep_needs_a_push(engine: VLLMEngine, model: PreTrainedModel) -> None:
+def test_d09_sleep_wakes_in_two_steps_and_deep_sleep_needs_a_push(engine: VLLMEngine, model: PreTrainedModel) -> None:
+    def buffers() -> dict[str, torch.Tensor]:
+        return engine._on_worker(lambda worker: {n: b.clone() for n, b in worker.model_runner.model.named_buffers()})
+
+    before = buffers()
+    assert any("cos_sin_cache" in name for name in before)
     engine.sleep(1)
     with pytest.raises(RuntimeError, match="sleeps"):
         engine.score([[5, 6]])
     engine.wake_up()
     assert engine.score([[5, 6]])[0] == pytest.approx(naive_log_probs(model, [5, 6]), abs=1e-5)
-    engine.sleep(2)
-    engine.wake_up(["weights"])
-    perturb(model, seed=4)
-    engine.load_weights(model.state_dict().items())
-    engine.wake_up(["kv_cache"])
-    with pytest.raises(RuntimeError, match="deep sleep"):
-        engine.score([[5, 6]])
-    engine.weight_version = 1
-    assert engine.score([[5, 6]])[0] == pytest.approx(naive_log_probs(model, [5, 6]), abs=1e-5)
+    for version in (1, 2, 3):
+        engine.sleep(2)
+        engine.wake_up(["weights"])
+        perturb(model, seed=version)
+        engine.load_weights(model.state_dict().items())
+        engine.wake_up(["kv_cache"])
+        with pytest.raises(RuntimeError, match="deep sleep"):
+            engine.score([[5, 6, 7]])
+        engine.weight_version = version
+        assert engine.score([[5, 6, 7]])[0] == pytest.approx(naive_log_probs(model, [5, 6, 7]), abs=1e-5)
+        after = buffers()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], buffer) for name, buffer in before.items())
 
 
 def test_process_is_as_it_was(shared: tuple[VLLMEngine, dict[str, tuple[object, ...]]], engine: VLLMEngine) -> None:

@@ -162,8 +162,10 @@ def dp2(path: Path, pushes: Iterator[dict[str, Any]]) -> Iterable[tuple[list[int
     ("layout", "tied", "replicas"),
     [(in_process, True, 1), (in_process, False, 1), (tp2, True, 1), (dp2, False, 2)],
 )
-def test_d04_log_probs_follow_two_pushes(tmp_path: Path, layout: Callable[..., Any], tied: bool, replicas: int) -> None:
-    """E04 as well: the prompt is in the prefix cache when the second push comes."""
+def test_d04_d05_log_probs_follow_two_pushes(
+    tmp_path: Path, layout: Callable[..., Any], tied: bool, replicas: int
+) -> None:
+    """D05: the prompt is in the prefix cache when the second push comes."""
     path = write_tiny_model(tmp_path / "model", tied=tied, seed=7)
 
     def run() -> list[tuple[float, float, str]]:

@@ -83,7 +83,7 @@ def test_d04_log_probs_and_tensors_follow_every_push(
     assert difference(engine, model) > 1e-2, "the weights hardly move: this test shows nothing"
 
 
-def test_vocabulary_that_vllm_pads(tmp_path: Path, engines: list[VLLMEngine]) -> None:
+def test_e10_vocabulary_that_vllm_pads(tmp_path: Path, engines: list[VLLMEngine]) -> None:
     model = tiny_model().eval()
     model.resize_token_embeddings(75, mean_resizing=False)
     model.save_pretrained(tmp_path)

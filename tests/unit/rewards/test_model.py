@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.tiny import tiny_model, tiny_tokenizer, write_tiny_reward_model
-from transformers import LlamaForSequenceClassification
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from lightning_rlhf.contracts.engine import EngineConfig, EngineRegistry
 from lightning_rlhf.rewards import ModelReward, score
+from lightning_rlhf.types import Experience, ModelOutputs
 
 PROMPTS = ["1 + 1 =", "2 + 2 =", "3 + 3 =", "4 + 4 ="]
 RESPONSES = ["2", "five", "", "0123456789"]
@@ -51,6 +54,27 @@ def test_an_engine_that_is_given_scores_also_no_row(directory: Path) -> None:
     reward = ModelReward(engine, tiny_tokenizer())
     assert reward(["a"], ["b"], [{}]) == [0.0]  # a head of its own starts at zero
     assert reward([], [], []) == []
+
+
+@pytest.mark.parametrize("written", ["", "<s> "])
+def test_e06_one_bos_whether_the_text_has_it_or_not(monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "hello": 5, "world": 6}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    engine = EngineRegistry.new("value_model", "torch", EngineConfig(model=tiny_model()), device=torch.device("cpu"))
+    engine.initialize()
+    seen: list[list[int]] = []
+    infer = engine.infer_batch
+
+    def watched(data: Experience) -> ModelOutputs:
+        seen.append(data.tokens.tolist())
+        return infer(data)
+
+    monkeypatch.setattr(engine, "infer_batch", watched)
+    ModelReward(engine, tokenizer)([f"{written}hello "], ["world"], [{}])
+    assert seen == [[1, 5, 6, 2, 2]]  # the last one closes the sequence, and nobody reads it
 
 
 def test_a_directory_without_a_head_is_refused(tmp_path: Path) -> None:

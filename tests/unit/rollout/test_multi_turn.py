@@ -81,7 +81,7 @@ def test_two_turns_by_hand() -> None:
     }
 
 
-def test_what_was_sampled_is_never_encoded_again() -> None:
+def test_e05_what_was_sampled_is_never_encoded_again() -> None:
     """A capital is sampled as <unk>, whose text is no text: only ids carry it into the next turn."""
     unknown = TOKENIZER.unk_token_id
     engine = ScriptedEngine(lambda uid, ids: [unknown, 40, EOS_ID], end=EOS_ID)
