@@ -138,7 +138,7 @@ class Resources:
         if self.prompt_lengths is not None:
             longest = min(longest, max(self.prompt_lengths) + self.max_new_tokens)
         return rollout_memory(
-            self.values, shape, longest=longest, side_by_side=self.rollouts // self.processes,
+            self.values, shape, longest=longest, rollouts=self.rollouts, processes=self.processes,
             compute_bytes=self._compute_bytes, notes=self.notes,
         )  # fmt: skip
 

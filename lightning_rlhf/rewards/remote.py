@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import random
@@ -40,6 +41,7 @@ class RemoteReward:
     Raises:
         ValueError: for an address or numbers that cannot be meant.
         RuntimeError: if the environment variable is empty.
+        ImportError: without aiohttp; names the extra to install.
     """
 
     __name__ = "remote"
@@ -64,6 +66,8 @@ class RemoteReward:
                 f"seconds={seconds}, total_seconds={total_seconds}, retries={retries}, backoff={backoff}, "
                 f"workers={workers}."
             )
+        if importlib.util.find_spec("aiohttp") is None:  # here, for later it would fail row after row
+            raise ImportError("RemoteReward needs aiohttp: pip install 'lightning_rlhf[remote]'.")
         if token_env is not None and not os.environ.get(token_env):
             raise RuntimeError(f"RemoteReward reads its token from environment variable {token_env}, which is empty.")
         self.url = url

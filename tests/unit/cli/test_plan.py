@@ -123,6 +123,26 @@ def test_memory_and_traffic(capsys: pytest.CaptureFixture[str], folder: Path) ->
     assert with_reference["communication_per_rl_step"]["all_gather"] == 3 * 4 * parameters // 2
 
 
+def test_where_vllm_takes_its_memory(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    vllm = ["rollout=vllm", "+rollout.kv_cache_bytes=1000000"]
+    here = _plan(capsys, folder, *vllm)["memory_per_rank"]
+    assert here["kv_cache"] == 1000000
+    served = _plan(capsys, folder, *vllm, "+rollout.mode=server", "+rollout.replicas=2")
+    elsewhere = served["memory_per_rank"]
+    assert (elsewhere["rollout_weights"], elsewhere["kv_cache"]) == (0, 0)
+    assert here["total"] - elsewhere["total"] == here["rollout_weights"] + 1000000
+    told = f"each of 2 replica(s) takes {here['rollout_weights'] + 1000000} bytes"
+    assert any(told in note for note in served["notes"])
+    # on a CPU a tied head is packed beside the embedding: 64 ids x 64 numbers in fp32
+    write_tiny_model(tmp_path / "tied", tied=True)
+    tied = f"model.path={tmp_path / 'tied'}"
+    more = _plan(capsys, folder, *vllm, tied)["memory_per_rank"]["rollout_weights"]
+    assert more - _plan(capsys, folder, tied)["memory_per_rank"]["rollout_weights"] == 4 * 64 * 64
+    assert (
+        here["rollout_weights"] == _plan(capsys, folder)["memory_per_rank"]["rollout_weights"]
+    )  # has a head of its own
+
+
 def test_an_adapter_is_counted_and_needs_no_second_model(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     reference = "algorithm.kl_coef=0.1"
     lora = ["+algorithm.lora._target_=lightning_rlhf.LoRAConfig", "+algorithm.lora.rank=4"]

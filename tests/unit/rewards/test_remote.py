@@ -210,8 +210,15 @@ def test_numbers_that_cannot_be_meant_are_refused() -> None:
 
 
 def test_what_breaks_the_asking_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where aiohttp is missing: not an answer of the wrong length."""
+    """As where aiohttp cannot be imported: not an answer of the wrong length."""
+    reward = RemoteReward("http://127.0.0.1:1/")
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    scores = score(RemoteReward("http://127.0.0.1:1/"), ["p"] * 2, ["a", "b"], [{}, {}])
+    scores = score(reward, ["p"] * 2, ["a", "b"], [{}, {}])
     assert scores.num_failed == 2
     assert "row 0, remote: ModuleNotFoundError: import of aiohttp halted" in scores.errors[0]
+
+
+def test_a_missing_library_is_told_before_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r"needs aiohttp: pip install 'lightning_rlhf\[remote\]'"):
+        RemoteReward("http://127.0.0.1:1/score")
