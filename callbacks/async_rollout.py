@@ -17,6 +17,7 @@ from lightning_rlhf.batching.exchange import all_gather_bytes
 from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step, replace_prompts
 from lightning_rlhf.callbacks.episodes import note_episodes
 from lightning_rlhf.callbacks.rollout_window import Prompt, RolloutWindow, batch_of, prompts_of
+from lightning_rlhf.contracts.environment import EPISODE_KEY
 from lightning_rlhf.contracts.rollout import SamplingConfig
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.on_policy import OnPolicyModule
@@ -92,6 +93,24 @@ def steps_ahead(settings: AsyncSettings, *, per_step: int, lag: int) -> int:
             f"max_staleness={per_step + lag} or more, or 0 for a synchronous run."
         )
     return ahead
+
+
+def check_same_kind(parts: Sequence[dict[str, Any]], *, episodes: bool) -> None:
+    """Makes sure that finished groups of a checkpoint are what the run samples.
+
+    Args:
+        parts: of all ranks, as `AsyncRollout.to_json` gave them.
+        episodes: whether this run has an environment.
+
+    Raises:
+        ValueError: if the other run had one and this has none, or the other way round.
+    """
+    rows = [row for part in parts for group in part["finished"] for row in group["sequences"]]
+    if any((EPISODE_KEY in row["metadata"]) != episodes for row in rows):
+        raise ValueError(
+            f"The checkpoint holds finished groups of a run {'without' if episodes else 'with'} an environment=, which "
+            f"this one has {'' if episodes else 'not'}: go on with environment= as that run had it."
+        )
 
 
 class AsyncRollout:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_rlhf.callbacks.async_rollout import WINDOW_KEY, AsyncRollout, AsyncSettings
+from lightning_rlhf.callbacks.async_rollout import WINDOW_KEY, AsyncRollout, AsyncSettings, check_same_kind
 from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling
 from lightning_rlhf.callbacks.greedy_baseline import add_baselines
 from lightning_rlhf.callbacks.on_policy import as_on_policy
@@ -202,6 +202,8 @@ class VLLMRollout(RolloutCallback):
     ) -> None:
         if self._async is not None:
             checkpoint[WINDOW_KEY] = self._async.to_json()
+        elif self._restored is not None:  # no step has been taken since it was read
+            checkpoint[WINDOW_KEY] = self._restored
 
     @override
     def on_load_checkpoint(
@@ -213,6 +215,9 @@ class VLLMRollout(RolloutCallback):
                 "The checkpoint's run had groups under way ahead of training, whose prompts count as consumed: go on "
                 "with max_staleness= or over_sampling= as it had them."
             )
+        check_same_kind(checkpoint.get(WINDOW_KEY) or [], episodes=self.environment is not None)
+        if self._async is not None:
+            self._async.close()
         self._async, self._restored = None, checkpoint.get(WINDOW_KEY)
 
     @override

@@ -1,7 +1,7 @@
 """A game over several turns: the policy guesses a digit, the environment says higher or lower.
 
 ``python examples/multi_turn/guess_number.py`` trains a tiny model in less than a minute on a CPU; ``--model PATH``
-takes another, ``--vllm`` samples with vLLM.
+takes another, ``--vllm`` samples with vLLM, ``--ahead`` does so in a process of its own while the model trains.
 """
 
 from __future__ import annotations
@@ -64,11 +64,15 @@ def main() -> None:
     parser.add_argument("--model", help="a Hugging Face directory; without it a tiny model is made")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--vllm", action="store_true", help="sample with vLLM")
+    parser.add_argument("--ahead", action="store_true", help="play the next step's episodes while this one trains")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or write_tiny_model(Path(folder) / "model")
         prompts = [Prompt(uid=str(n), prompt="guess", metadata={"hidden": n % 10}) for n in range(40)]
-        rollout = (rl.VLLMRollout if arguments.vllm else rl.HFRollout)(
+        make_rollout = rl.VLLMRollout if arguments.vllm else rl.HFRollout
+        if arguments.ahead:
+            make_rollout = partial(rl.VLLMRollout, mode="server", max_staleness=1, server={"threads": 1})
+        rollout = make_rollout(
             environment=GuessNumber,
             turn_limits=rl.TurnLimits(max_turns=4),
             stop=DIGITS,

@@ -75,8 +75,9 @@ class StepResult:
 class Environment(ABC):
     """One episode: made, reset, stepped until it is over, closed.
 
-    Episodes run side by side, each step in a thread: what two of them share must be safe for that. What a method
-    raises fails its own episode, whose row then does not train.
+    Episodes run side by side, each step in a thread: what two of them share must be safe for that, and where rollouts
+    run ahead of training, also what they share with the trainer. What a method raises fails its own episode, whose row
+    then does not train.
     """
 
     @abstractmethod

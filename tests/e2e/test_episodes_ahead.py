@@ -305,7 +305,7 @@ def test_two_ranks_with_more_under_way_and_groups_without_signal(
 
 
 @pytest.mark.slow
-def test_greedy_baselines_and_validation_play_episodes_beside_those_under_way(
+def test_greedy_baselines_play_episodes_beside_those_under_way(
     engine: ServedRolloutEngine, tmp_path: Path, directory: Path
 ) -> None:
     arguments = {"max_staleness": 1, "over_sampling": 1.5}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.callbacks.async_rollout import AsyncSettings, steps_ahead, versions_per_step
+from lightning_rlhf.callbacks.async_rollout import AsyncSettings, check_same_kind, steps_ahead, versions_per_step
 from lightning_rlhf.callbacks.group_buffer import FinishedGroup, GroupBuffer
 from lightning_rlhf.callbacks.rollout_window import Prompt, RolloutWindow, batch_of, prompts_of
 from lightning_rlhf.types import RolloutSequence
@@ -182,6 +182,19 @@ def test_the_buffer_gives_each_group_once_and_keeps_numbers_exactly() -> None:
 def test_uids_of_two_epochs_differ() -> None:
     batch = batch_of(prompts("a", "b"))
     assert [p["uid"] for p in prompts_of(batch, rl_step=7)] == ["a@7", "b@7"]
+
+
+def test_a_run_with_an_environment_does_not_go_on_from_one_without() -> None:
+    group = FinishedGroup(prompt=prompts("a")[0], version=1, sequences=[sequence("a", 1)])
+    without = [{"prompts": [], "finished": [group.to_json()]}]
+    check_same_kind(without, episodes=False)
+    check_same_kind([{"prompts": prompts("a"), "finished": []}], episodes=True)
+    with pytest.raises(ValueError, match="without an environment="):
+        check_same_kind(without, episodes=True)
+    without[0]["finished"][0]["sequences"][0]["metadata"]["episode"] = {"turns": 1}
+    check_same_kind(without, episodes=True)
+    with pytest.raises(ValueError, match="with an environment="):
+        check_same_kind(without, episodes=False)
 
 
 def test_how_far_ahead() -> None:
