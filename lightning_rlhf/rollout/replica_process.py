@@ -24,12 +24,22 @@ from lightning_rlhf.rollout.vllm_transfer import BACKEND, WORKER_EXTENSION, regi
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """How a replica is built; see `VLLMEngine` for what is not told here. All values are JSON's.
+    """How a replica is built. All values are JSON's.
 
     Attributes:
+        model: directory (or cached name) with config and tokenizer.
+        max_model_len: limit on prompt and response together.
+        kv_cache_bytes: memory of the key-value cache, on each device.
+        dtype: ``float32`` or ``bfloat16``, of weights, compute and cache.
+        max_num_seqs: requests that are sampled side by side.
+        enable_prefix_caching: whether requests share keys and values of what they begin with alike.
+        load_format: ``dummy`` reads no checkpoint, since weights are pushed before anything is sampled.
+        logprobs_mode: ``processed_logprobs`` are those that a token is drawn from.
+        seed: of the engine; requests carry their own.
         tensor_parallel_size: workers that share the model; more than one are processes of their own.
         devices: CUDA devices that it may use; None: those that the process sees.
         num_threads: threads of one worker on a CPU; None leaves it to torch.
+        engine_kwargs: more of vLLM's ``EngineArgs``.
     """
 
     model: str

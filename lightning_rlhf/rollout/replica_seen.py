@@ -28,6 +28,7 @@ class Replica:
         refused: what is wrong where something answers that is not a replica of this run; empty: nothing.
         deaths: how often it had to be started again.
         started: loop time of its last start.
+        wake: set to have it looked at now.
     """
 
     index: int

@@ -19,6 +19,11 @@ class PendingRequest:
         request_id: its own in the whole run, over all ranks.
         prompt: ids.
         params: vLLM's sampling parameters by name, ``max_tokens`` and ``seed`` among them.
+        token_ids: of the response so far, over all replies.
+        log_probs: of each of them.
+        token_versions: of the weights that sampled each of them.
+        finish_reason: of the response; empty until it is whole.
+        prompt_log_probs: of each id of the prompt, where they were asked for.
         losses: how often its replica was lost.
         parts: how many replies hold tokens of it: more than one if it went on elsewhere.
         final_abort: set when the run itself ends it: what it has is then its answer.

@@ -84,7 +84,18 @@ def refusals_named() -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class VLLMRequest:
-    """A request on its way through vLLM, and what came out so far."""
+    """A request on its way through vLLM, and what came out so far.
+
+    Attributes:
+        request_id: its own in the engine.
+        prompt: ids.
+        params: vLLM's ``SamplingParams``.
+        token_ids: of the response.
+        log_probs: of each of them.
+        token_versions: of the weights that sampled each of them.
+        finish_reason: vLLM's; ``abort`` until it has given one.
+        prompt_scores: vLLM's log-probs of the prompt's ids, where they were asked for.
+    """
 
     request_id: str
     prompt: list[int]

@@ -26,6 +26,11 @@ Message = dict[str, Any]
 class PeerError(RuntimeError):
     """A peer is gone, silent, or failed.
 
+    Args:
+        reason: what was seen of it, for the message.
+        peer: who.
+        phase: in which phase of the sync it was needed.
+
     Attributes:
         peer: who.
         phase: in which phase of the sync it was needed.

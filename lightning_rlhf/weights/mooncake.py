@@ -126,7 +126,13 @@ class _Engine:
 
 
 class MooncakeSenderLink(SenderLink):
-    """Registers the slots; receivers do the rest."""
+    """Registers the slots; receivers do the rest.
+
+    Args:
+        bucket_bytes: of one slot.
+        host: address that Mooncake listens on.
+        protocol: ``tcp`` or ``rdma``.
+    """
 
     def __init__(self, bucket_bytes: int, host: str, protocol: str) -> None:
         self._own = _Engine(bucket_bytes, host, protocol)
@@ -144,7 +150,14 @@ class MooncakeSenderLink(SenderLink):
 
 
 class MooncakeReceiverLink(ReceiverLink):
-    """Reads a slot into one of its own."""
+    """Reads a slot into one of its own.
+
+    Args:
+        offer: the sender's: its session, and the addresses of its slots.
+        bucket_bytes: of one slot.
+        host: address that Mooncake listens on.
+        protocol: ``tcp`` or ``rdma``.
+    """
 
     copies = True
 

@@ -55,7 +55,15 @@ class NCCLCheckpointEngine(LinkedCheckpointEngine):
 
 
 class BroadcastSenderLink(SenderLink):
-    """Rank 0 of the group."""
+    """Rank 0 of the group.
+
+    Args:
+        receivers: their names, in order of their ranks.
+        bucket_bytes: of one slot.
+        device: where the slots are.
+        host: address of the store at which the group meets.
+        timeout: longest wait of the store, in seconds.
+    """
 
     def __init__(
         self, receivers: list[str], bucket_bytes: int, device: torch.device, *, host: str, timeout: float
@@ -95,7 +103,13 @@ class BroadcastSenderLink(SenderLink):
 
 
 class BroadcastReceiverLink(ReceiverLink):
-    """One of the other ranks."""
+    """One of the other ranks.
+
+    Args:
+        group: in which rank 0 sends.
+        bucket_bytes: of one slot.
+        device: where the slots are.
+    """
 
     copies = True
 

@@ -128,7 +128,12 @@ class _Attendant:
 
 
 class NIXLSenderLink(SenderLink):
-    """Registers the slots; receivers do the rest."""
+    """Registers the slots; receivers do the rest.
+
+    Args:
+        bucket_bytes: of one slot.
+        device: where the slots are.
+    """
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
         self._own = _Agent(bucket_bytes, device)
@@ -163,7 +168,13 @@ class NIXLSenderLink(SenderLink):
 
 
 class NIXLReceiverLink(ReceiverLink):
-    """Reads a slot into one of its own."""
+    """Reads a slot into one of its own.
+
+    Args:
+        offer: the sender's: its agent, and the addresses of its slots.
+        bucket_bytes: of one slot.
+        device: where the slots are.
+    """
 
     copies = True
 

@@ -82,7 +82,14 @@ class ShmSenderLink(SenderLink):
 
 
 class ShmReceiverLink(ReceiverLink):
-    """Maps the file."""
+    """Maps the file.
+
+    Args:
+        path: of the file, while it still has a name.
+        bucket_bytes: of one slot.
+        reader: number of this receiver.
+        readers: how many there are.
+    """
 
     copies = False
 
