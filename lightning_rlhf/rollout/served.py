@@ -8,8 +8,9 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig, request_seed
 from lightning_rlhf.rollout.model_directory import ModelDirectory
+from lightning_rlhf.rollout.push_rounds import Pushes
 from lightning_rlhf.rollout.replica_agreement import check_room, coarsest_dtype, same_scores, same_tensors
 from lightning_rlhf.rollout.replica_client import ReplicaClient
 from lightning_rlhf.rollout.replica_fleet import ReplicaFleet
@@ -35,7 +37,6 @@ from lightning_rlhf.types import PromptBatch, Rollouts, RolloutSequence
 
 T = TypeVar("T")
 SCORING = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-LOOK_SECONDS = 0.5
 
 
 class ServedRolloutEngine(RolloutEngine):
@@ -62,10 +63,10 @@ class ServedRolloutEngine(RolloutEngine):
     Attributes:
         counters: prompts skipped and samples dropped so far.
         leads: whether this rank brings weights.
-        push_now: pushes the current weights while responses are waited for; set by who can do so without other ranks.
+        pushes: of the current weights, while responses are waited for; set by who can bring them.
     """
 
-    push_now: Callable[[], None] | None = None
+    pushes: Pushes | None = None
 
     def __init__(
         self,
@@ -162,27 +163,28 @@ class ServedRolloutEngine(RolloutEngine):
         """
         if self._version is None:
             raise RuntimeError("The rollout engine has no valid weights: none were pushed, or a push failed half-way.")
-        how: dict[str, Any] = {"rl_step": rl_step, "version": self._version, "push_may_come": self.push_now is not None}
+        may_come = self.pushes is not None and self.pushes.may_come
+        how: dict[str, Any] = {"rl_step": rl_step, "version": self._version, "push_may_come": may_come}
         groups = [self.start_call(self._group(prompts, index, sampling, **how)) for index in range(len(prompts))]
         try:
-            while self.push_now is not None and self._under_way(groups):
-                self.push_if_none_serves()
+            if self.pushes is not None:
+                self.pushes.watch(groups)
             sequences = [sequence for group in groups for sequence in group.result()]
         finally:
             for group in groups:
                 group.cancel()
         return Rollouts.from_sequences(sequences, temperature=sampling.temperature or 1.0)
 
-    @staticmethod
-    def _under_way(groups: Sequence[Future[Any]]) -> bool:
-        """Whether some are not done, and none has failed, after a moment's wait for that."""
-        done, under_way = wait(groups, LOOK_SECONDS, return_when=FIRST_EXCEPTION)
-        return bool(under_way) and not any(group.exception() for group in done)
-
     def push_if_none_serves(self) -> None:
         """Brings weights to replicas that have started again without any, if no other one is left to sample."""
-        if self.push_now is not None and self.pool.waits_for_push():
-            self.push_now()
+        if self.pushes is not None:
+            self.pushes.look()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """See `RolloutEngine.session`: all ranks are there for a push that they must make together."""
+        with nullcontext() if self.pushes is None else self.pushes.session():
+            yield
 
     def start_group(
         self, prompts: PromptBatch, index: int, sampling: SamplingConfig, *, rl_step: int, version: int

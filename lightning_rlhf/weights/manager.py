@@ -366,6 +366,17 @@ class CheckpointEngineManager:
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return bool(value.item())
 
+    def exchange(self, number: int, *, phase: str, seconds: float) -> list[int]:
+        """A number of every rank, by rank; all wait for each other at most so long. Collective.
+
+        Raises:
+            RuntimeError: of a manager without ``rank_timeout``, or of one rank.
+            TrainerRankLostError: if another rank is missing.
+        """
+        if self._roll_call is None:
+            raise RuntimeError("Only a manager with rank_timeout= knows the other ranks, of which there must be some.")
+        return self._roll_call.exchange(number, phase=phase, seconds=seconds)
+
     def _note_changes(self, samples: dict[str, Tensor]) -> bool:
         last, self._last_samples = self._last_samples, samples
         return bool(last) and all(name in last and tensor.equal(last[name]) for name, tensor in samples.items())

@@ -50,6 +50,22 @@ class RollCall:
         self._some_feed = self._others_feed or feeding > 0
         self._moved = 0.0
 
+    def exchange(self, number: int, *, phase: str, seconds: float) -> list[int]:
+        """What every rank says, by rank. Collective.
+
+        Args:
+            number: of this rank.
+            phase: for the message.
+            seconds: longest wait for the others.
+
+        Raises:
+            TrainerRankLostError: as in `meet`.
+        """
+        self._meet(phase, seconds=seconds)
+        everyones = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, torch.tensor([number]), group=self._group)
+        return [int(one) for one in everyones]
+
     def meet(self, *, phase: str) -> None:
         """Waits until every rank is here. Collective.
 
