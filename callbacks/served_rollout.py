@@ -114,8 +114,10 @@ def build_served_engine(
         replica: more of `ReplicaConfig`, of which ``max_model_len`` is used on this side, too.
 
     Raises:
-        RuntimeError: on every rank, if the replicas could not be started.
+        RuntimeError: on every rank, if the replicas could not be started, or the model has tensors that vLLM cannot be
+            given (with one rank a ValueError).
     """
+    from lightning_rlhf.rollout.model_directory import weight_names_at
     from lightning_rlhf.rollout.served import ServedRolloutEngine
 
     common: dict[str, Any] = {
@@ -129,6 +131,7 @@ def build_served_engine(
     error = ""
     if trainer.global_rank == 0:
         try:
+            weight_names_at(model)  # tensors that vLLM cannot be given are named before anything is started
             if settings.urls:
                 urls, token = tuple(settings.urls), settings.token_of_urls()
                 engine = ServedRolloutEngine(model, urls=urls, token=token, **common)
