@@ -31,7 +31,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 _INT32_PLACES = 2**31
 _WORD_BYTES = 8
 _SAMPLED_EVERY = 61
-MANY_WORDS = 0.03
+MANY_WORDS = 0.12
 """If more of a sample differ, to look into each word costs more than to compare all elements."""
 EXACT = (".gate.weight", "router")
 """Routers of experts choose by small differences: engines keep theirs in the trainer's dtype."""
