@@ -38,6 +38,7 @@ NEEDS = {
     ("reward", "remote"): ["reward.url=http://localhost:1/score"],
     ("strategy", "megatron_rl"): ["trainer.devices=2"],
     ("strategy", "ulysses_rl"): ["trainer.devices=2"],
+    ("weight_sync", "shm"): ["rollout=vllm_server"],
     # Trainer refuses an accelerator that the machine lacks
     ("trainer", "gpu"): ["trainer.accelerator=cpu"],
 }
