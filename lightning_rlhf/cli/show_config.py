@@ -42,7 +42,12 @@ def _plain(value: Any) -> Any:
         return "???"
     if OmegaConf.is_config(value):
         return OmegaConf.to_container(value, resolve=True)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if value is None or isinstance(value, (bool, int, float, str, dict)):
+        return value
+    named = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)  # YAML has no objects
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -86,6 +86,11 @@ def test_show_config_prints_values_and_problems(capsys: pytest.CaptureFixture[st
     assert (shown["algorithm.clip_high"], shown["algorithm.clip_low"]) == (0.28, None)
     assert "trainer.num_nodes" not in shown  # Lightning's own default
     assert err == ""
+    assert main(["rollout=tools", "rollout.mode=server", "rollout.max_staleness=1"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["rollout.max_staleness"] == 1
+    assert shown["rollout.environment.tools"] == ["lightning_rlhf.environments.tools.Calculator"]  # objects, by kind
+    assert shown["rollout.environment.parse"].endswith("parse_tool_calls")
     assert main(["algorithm.clip_hi=0.28"]) == 2
     assert "algorithm.clip_hi: unknown; did you mean algorithm.clip_high?" in capsys.readouterr().err
     assert main(["algorithm=nothing"]) == 2
