@@ -43,6 +43,7 @@ class AsyncSettings:
 
     Raises:
         ValueError: for numbers out of range.
+        TypeError: for versions that are no integer.
     """
 
     max_staleness: int = 0
@@ -50,9 +51,12 @@ class AsyncSettings:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
-        if self.max_staleness < 0 or self.over_sampling < 1:
+        if not isinstance(self.max_staleness, int):
+            raise TypeError(f"max_staleness={self.max_staleness!r} counts policy versions: it must be an integer.")
+        if self.max_staleness < 0 or not 1 <= self.over_sampling < math.inf:
             raise ValueError(
-                f"max_staleness={self.max_staleness} must be at least 0, over_sampling={self.over_sampling} at least 1."
+                f"max_staleness={self.max_staleness} must be at least 0, over_sampling={self.over_sampling} a finite "
+                f"number of at least 1."
             )
 
     @property
@@ -82,7 +86,7 @@ def steps_ahead(settings: AsyncSettings, *, per_step: int, lag: int) -> int:
         if lag:
             raise ValueError(
                 f"WeightSync(every={lag + 1}) leaves the replicas up to {lag} policy versions behind: allow for "
-                f"them by max_staleness={lag} or more."
+                f"them by max_staleness={lag + per_step} or more, with which the rollouts run ahead."
             )
         return 0
     ahead = (settings.max_staleness - lag) // per_step

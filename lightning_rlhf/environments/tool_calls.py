@@ -65,6 +65,10 @@ def _parse(body: str) -> ToolCall | BadToolCall:
         return BadToolCall(f"the call is not valid JSON: {error}")
     if not isinstance(call, dict):
         return BadToolCall("the call must be a JSON object with name and arguments")
+    try:
+        json.dumps(call, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # what a tool answers with it could not be encoded for the policy
+        return BadToolCall("the call holds half of a surrogate pair, which is no character")
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return BadToolCall("the call needs a string as name and an object as arguments")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -21,7 +22,10 @@ ToolCallParser = Callable[[str], list[ToolCall | BadToolCall]]
 
 
 class Tool(Protocol):
-    """Anything with a name that takes arguments by name and answers in text. A ``ValueError`` is told to the policy."""
+    """Anything with a name that takes arguments by name and answers in text.
+
+    A ``ValueError``, and a call with other arguments than ``__call__`` names, are told to the policy.
+    """
 
     name: str
 
@@ -102,8 +106,13 @@ class ToolEnvironment(Environment):
             return "error", f"error: {call.reason}"
         if call.name not in self._tools:
             return "error", f"error: there is no tool {call.name[:40]!r}; there is {', '.join(self._tools)}"
+        tool = self._tools[call.name]
         try:
-            return "call", self._tools[call.name](**call.arguments)
+            inspect.signature(tool).bind(**call.arguments)
+        except TypeError as error:  # of the call: one inside the tool is the tool's own
+            return "error", f"error: {error}"
+        try:
+            return "call", tool(**call.arguments)
         except EnvironmentBrokenError:
             raise
         except ValueError as error:

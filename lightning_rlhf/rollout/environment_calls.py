@@ -28,14 +28,17 @@ def step(episode: Episode, action: Action) -> StepResult:
     """What the environment says to a turn; its reward is a finite fp32 number.
 
     Raises:
-        TypeError: if it is no `StepResult`.
-        ValueError: for another reward.
+        TypeError: if it is no `StepResult`, or its observation is no text.
+        ValueError: for another reward, or for text that cannot be encoded.
     """
     if episode.environment is None:
         raise RuntimeError("The episode has no environment.")
     result = episode.environment.step(action)
     if not isinstance(result, StepResult):
         raise TypeError(f"step gave a {type(result).__name__}, expected a StepResult.")
+    if not isinstance(result.observation, str):
+        raise TypeError(f"step gave an observation of {type(result.observation).__name__}, expected text.")
+    result.observation.encode()  # halves of surrogate pairs are refused here, where they fail one episode
     return replace(result, reward=_finite(result.reward))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -205,7 +206,11 @@ def test_how_far_ahead() -> None:
     assert steps_ahead(AsyncSettings(max_staleness=13), per_step=6, lag=1) == 2
     with pytest.raises(ValueError, match="max_staleness=7 or more"):
         steps_ahead(AsyncSettings(max_staleness=6), per_step=6, lag=1)
-    with pytest.raises(ValueError, match="max_staleness=2 or more"):
+    with pytest.raises(ValueError, match="max_staleness=3 or more"):
         steps_ahead(AsyncSettings(), per_step=1, lag=2)
-    with pytest.raises(ValueError, match="at least 1"):
-        AsyncSettings(over_sampling=0.5)
+    assert steps_ahead(AsyncSettings(max_staleness=3), per_step=1, lag=2) == 1  # the advice is taken
+    for wrong in (0.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match="at least 1"):
+            AsyncSettings(over_sampling=wrong)
+    with pytest.raises(TypeError, match=r"max_staleness=1\.5 counts policy versions"):
+        AsyncSettings(max_staleness=1.5)  # type: ignore[arg-type]

@@ -37,6 +37,8 @@ def test_calls_are_found_in_order() -> None:
     [
         ('<tool_call>{"name": "a"}', "not closed"),
         (_call("{name: a}"), "not valid JSON"),
+        (_call('{"name": "a", "arguments": {"x": ["\\ud800"]}}'), "half of a surrogate pair"),
+        (_call('{"name": "\\udfff"}'), "half of a surrogate pair"),
         (_call('["a"]'), "JSON object"),
         (_call('{"name": 3}'), "string as name"),
         (_call('{"name": "a", "arguments": "x"}'), "object as arguments"),
@@ -82,6 +84,29 @@ def test_a_tool_that_breaks_is_not_told_to_the_policy() -> None:
 
     with pytest.raises(OSError, match="no route"):
         ToolEnvironment([Broken()]).step(_action(_call('{"name": "broken"}')))
+
+
+def test_arguments_that_a_tool_does_not_take_are_told_to_the_policy() -> None:
+    class Doubled:
+        name = "doubled"
+
+        def __call__(self, *, number: int) -> str:
+            return str(number + number)  # text and number do not add up
+
+    environment = ToolEnvironment([Doubled()])
+
+    def answer(arguments: str) -> str:
+        return environment.step(_action(_call(f'{{"name": "doubled", "arguments": {arguments}}}'))).observation
+
+    assert answer('{"number": 4}') == "8"
+    assert answer("{}") == "error: missing a required argument: 'number'"
+    assert answer('{"numbre": 4}').startswith("error: ")
+    with pytest.raises(TypeError):  # its own mistake fails the episode
+        answer('{"number": {}}')
+
+
+def test_an_emoji_in_two_halves_is_a_character() -> None:
+    assert parse_tool_calls(_call('{"name": "\\ud83d\\ude00"}')) == [ToolCall("\N{GRINNING FACE}", {})]
 
 
 def test_tools_have_names_of_their_own() -> None:

@@ -219,6 +219,23 @@ def test_a_failure_masks_its_own_row_is_counted_and_named(caplog: pytest.LogCapt
     assert sampler.take_counts().episodes == 0
 
 
+class _Says(Environment):
+    def reset(self, task: Task) -> None:
+        self._observation = task.metadata["says"]
+
+    def step(self, action: Action) -> StepResult:
+        return StepResult(observation=self._observation, done=action.turn == 1)
+
+
+def test_an_observation_that_is_no_text_fails_its_episode_and_not_the_run() -> None:
+    prompts = _prompts(a={"says": "so"}, b={"says": "half of a pair: \ud800"}, c={"says": 5})
+    rollouts = _sampler(_Says).generate(ScriptedEngine(_says("x"), end=EOS_ID), prompts, SAMPLING, rl_step=0)
+    assert rollouts.finish_reasons == ["stop", "failed", "failed"]
+    failures = [facts["episode"]["failure"] for facts in rollouts.metadata]
+    assert "surrogates not allowed" in failures[1]
+    assert "step gave an observation of int, expected text" in failures[2]
+
+
 class _Closing(Environment):
     log: ClassVar[list[str]] = []
 
