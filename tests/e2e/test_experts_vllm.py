@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from support.fork import run_distributed
 from support.megatron_imports import megatron_is_imported  # noqa: F401 (a fixture)
 from support.rollout import largest_difference, perturb, prompt_batch
+from support.tiny import EOS_ID, HEAD_DIM, PAD_ID, VOCAB_SIZE, tiny_tokenizer
 from support.tiny_experts import ExpertFamily, tiny_experts, write_tiny_experts
 from support.toy import Recorder, toy_data, toy_module, toy_trainer
 from support.vllm_imports import vllm_is_imported  # noqa: F401 (a fixture)
 from torch import Tensor
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from lightning_rlhf.callbacks import VLLMRollout
 from lightning_rlhf.contracts.rollout import SamplingConfig
@@ -93,6 +95,35 @@ def test_d06_a_routers_float32_bias_stays_float32_in_a_bfloat16_engine(
         assert held["model.norm.weight"].dtype is torch.bfloat16
         assert held[name].dtype is torch.float32
         assert torch.equal(held[name], bias + shift)
+
+
+def test_weights_that_vllm_writes_past_its_loaders_are_refused_by_name(
+    tmp_path: Path, engines: list[VLLMEngine]
+) -> None:
+    """During a reload they would be lost, and vLLM go on with the old ones, silently."""
+    config = GptOssConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=HEAD_DIM,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        dtype="float32",
+    )
+    model = GptOssForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    engine = VLLMEngine(tmp_path, max_model_len=64, kv_cache_bytes=2**25)
+    engines.append(engine)
+    with pytest.raises(ValueError, match=r"GptOssForCausalLM writes \[.*w13_weight.*past its own loaders"):
+        engine.load_weights(model.state_dict().items())
+    assert engine.weight_version is None
 
 
 def _fit(root: Path, model: Path) -> list[dict[str, Any]]:

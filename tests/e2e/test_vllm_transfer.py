@@ -22,6 +22,7 @@ from support.fork import run_distributed
 from support.rollout import naive_log_probs, perturb
 from support.sharded import CPU, LENGTHS, engine_config, train
 from support.tiny import tiny_model, write_tiny_model
+from support.tiny_experts import tiny_experts, write_tiny_experts
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -150,6 +151,10 @@ def in_own_processes(
         engine.shutdown()
 
 
+def fresh_model(experts: bool, tied: bool) -> PreTrainedModel:
+    return (tiny_experts("mixtral") if experts else tiny_model(tied=tied)).eval()
+
+
 def tp2(path: Path, pushes: Iterator[dict[str, Any]]) -> Iterable[tuple[list[int], list[float], str]]:
     return in_own_processes(path, pushes, tensor_parallel_size=2)
 
@@ -159,19 +164,27 @@ def dp2(path: Path, pushes: Iterator[dict[str, Any]]) -> Iterable[tuple[list[int
 
 
 @pytest.mark.parametrize(
-    ("layout", "tied", "replicas"),
-    [(in_process, True, 1), (in_process, False, 1), (tp2, True, 1), (dp2, False, 2)],
+    ("layout", "tied", "replicas", "experts"),
+    [
+        (in_process, True, 1, False),
+        (in_process, False, 1, False),
+        (tp2, True, 1, False),
+        (dp2, False, 2, False),
+        pytest.param(tp2, False, 1, True, marks=pytest.mark.slow),
+    ],
 )
 def test_d04_d05_log_probs_follow_two_pushes(
-    tmp_path: Path, layout: Callable[..., Any], tied: bool, replicas: int
+    tmp_path: Path, layout: Callable[..., Any], tied: bool, replicas: int, experts: bool
 ) -> None:
     """D05: the prompt is in the prefix cache when the second push comes."""
-    path = write_tiny_model(tmp_path / "model", tied=tied, seed=7)
+    if experts:
+        path = write_tiny_experts(tmp_path / "model", "mixtral")
+    else:
+        path = write_tiny_model(tmp_path / "model", tied=tied, seed=7)
 
     def run() -> list[tuple[float, float, str]]:
         register()
-        model = tiny_model(tied=tied).eval()
-        before = tiny_model(tied=tied).eval()
+        model, before = fresh_model(experts, tied), fresh_model(experts, tied)
 
         def pushes() -> Iterator[dict[str, Any]]:
             for seed in range(2):
@@ -287,6 +300,12 @@ def one_process(seed: int, folder: Path) -> tuple[WeightSnapshot, dict[str, Tens
     return WeightSnapshot.write(named_tensors(model), parent=folder, version=seed), dict(named_tensors(model))
 
 
+def one_process_of_experts(seed: int, folder: Path) -> tuple[WeightSnapshot, dict[str, Tensor]]:
+    model = tiny_experts("mixtral")
+    perturb(model, seed=seed, scale=0.3)
+    return WeightSnapshot.write(named_tensors(model), parent=folder, version=seed), dict(named_tensors(model))
+
+
 def two_ulysses_ranks(seed: int, folder: Path) -> tuple[WeightSnapshot, dict[str, Tensor]]:
     """Ranks that share each sequence train a step, and the first one writes what both gather."""
 
@@ -303,7 +322,7 @@ def two_ulysses_ranks(seed: int, folder: Path) -> tuple[WeightSnapshot, dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", [one_process, two_ulysses_ranks])
+@pytest.mark.parametrize("trainer", [one_process, two_ulysses_ranks, one_process_of_experts])
 def test_over_vllms_own_http_server_found_by_the_entry_point(
     tmp_path: Path, trainer: Callable[[int, Path], tuple[WeightSnapshot, dict[str, Tensor]]]
 ) -> None:
@@ -312,7 +331,11 @@ def test_over_vllms_own_http_server_found_by_the_entry_point(
 
     import requests
 
-    path = write_tiny_model(tmp_path / "model", tied=True, seed=7)
+    experts = trainer is one_process_of_experts
+    if experts:
+        path = write_tiny_experts(tmp_path / "model", "mixtral")
+    else:
+        path = write_tiny_model(tmp_path / "model", tied=True, seed=7)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -334,7 +357,7 @@ def test_over_vllms_own_http_server_found_by_the_entry_point(
             response.raise_for_status()
             return response.json()
 
-        model = tiny_model(tied=True).eval()
+        model = fresh_model(experts, True)
         for seed in range(2):
             snapshot, state = trainer(seed, tmp_path)
             model.load_state_dict(state, strict=False)
