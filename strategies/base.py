@@ -367,6 +367,11 @@ class RLStrategy(ParallelStrategy):
         self._sigterm = SigtermNote(trainer) if trainer is not None and self.world_size > 1 else None
 
     @override
+    def on_train_end(self) -> None:
+        if self._sigterm is not None:
+            self._sigterm.end()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
         if self._sigterm is not None:

@@ -92,6 +92,7 @@ def test_e01_samples_do_not_depend_on_the_replica(engine: ServedRolloutEngine) -
 
 
 def test_strangers_are_refused(engine: ServedRolloutEngine) -> None:
+    fresh(engine, seed=0, version=0)  # a replica without weights refuses everybody's requests
     url = engine.urls[0]
     assert url.startswith("http://127.0.0.1:")
     for headers in ({}, {"Authorization": "Bearer wrong"}):

@@ -1,4 +1,4 @@
-"""SIGTERM, as a scheduler sends it: all ranks end after the RL step that they are in, with its checkpoint."""
+"""SIGTERM, as a scheduler sends it, and Ctrl-C: all ranks end after the RL step they are in, with its checkpoint."""
 
 from __future__ import annotations
 
@@ -51,25 +51,72 @@ def _wait_for(*paths: Path, run: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("told", [0, 1])
-def test_ranks_end_together_with_the_step(tmp_path: Path, tiny_directory: Path, told: int) -> None:
-    script = tmp_path / "run.py"
+def _start(folder: Path, model: Path) -> subprocess.Popen[str]:
+    script = folder / "run.py"
     script.write_text(SCRIPT)
-    run = subprocess.Popen(
-        [sys.executable, script, tmp_path, tiny_directory], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    command = [sys.executable, script, folder, model]
+    # a session of its own: what a terminal sends to its foreground group reaches these processes and no others
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+
+
+def _send(run: subprocess.Popen[str], pids: list[int], number: signal.Signals, *, told: int | None) -> None:
+    """To one rank, or for None to all of the group, as a terminal does."""
+    if told is None:
+        os.killpg(run.pid, number)
+    else:
+        os.kill(pids[told], number)
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGTERM, 0),
+        (signal.SIGTERM, 1),
+        (signal.SIGINT, None),
+        (signal.SIGINT, 1),
+        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_end_together_with_the_step(
+    tmp_path: Path, tiny_directory: Path, number: signal.Signals, told: int | None
+) -> None:
+    run = _start(tmp_path, tiny_directory)
     try:
         marks = [tmp_path / f"in-step-{rank}" for rank in range(2)]
         _wait_for(*marks, run=run)
         pids = [int(mark.read_text()) for mark in marks]
         time.sleep(1.5)  # rank 0 has come to the collective, rank 1 sleeps
-        os.kill(pids[told], signal.SIGTERM)
+        _send(run, pids, number, told=told)
         _, errors = run.communicate(timeout=60)
     finally:
         run.kill()
     assert run.returncode in (0, 128 + signal.SIGTERM), errors[-2000:]
+    assert ("Interrupted: all ranks end after the RL step" in errors) == (number == signal.SIGINT)
     end = time.monotonic() + 10
     while alive(pids[1]):
         assert time.monotonic() < end, "rank 1 goes on"
         time.sleep(0.1)
     assert [path.name for path in tmp_path.rglob("rl_step=*.ckpt")] == ["rl_step=000001.ckpt"]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path, tiny_directory: Path) -> None:
+    run = _start(tmp_path, tiny_directory)
+    try:
+        marks = [tmp_path / f"in-step-{rank}" for rank in range(2)]
+        _wait_for(*marks, run=run)
+        pids = [int(mark.read_text()) for mark in marks]
+        for _ in range(2):
+            time.sleep(0.3)
+            os.killpg(run.pid, signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode not in (0, 128 + signal.SIGTERM), errors[-2000:]
+    end = time.monotonic() + 10
+    while alive(pids[1]):
+        assert time.monotonic() < end, "rank 1 goes on"
+        time.sleep(0.1)
+    assert not list(tmp_path.rglob("rl_step=*.ckpt"))
