@@ -33,7 +33,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from measuring import surroundings
+from measuring import quiet_trainer, surroundings
 
 from lightning_rlhf.callbacks import VLLMRollout, WeightSync
 from lightning_rlhf.contracts.callback import RLCallback
@@ -120,22 +120,9 @@ def run_side(args: argparse.Namespace) -> dict[str, Any]:
     unseen = questions(HELD_OUT, seed=args.seed + 1000)
     held_out = PromptDataModule(unseen, val_source=unseen, prompts_per_step=args.prompts, val_prompts_per_step=HELD_OUT)
     with TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=FSDP2RLStrategy(share_prompts=True),
-            precision="bf16-mixed",
-            max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=[
-                rollout,
-                WeightSync(engine=args.weight_sync, overlap=asynchronous and args.overlap),
-                steps,
-            ],
+        sync = WeightSync(engine=args.weight_sync, overlap=asynchronous and args.overlap)
+        trainer = quiet_trainer(
+            folder, [rollout, sync, steps], strategy=FSDP2RLStrategy(share_prompts=True), precision="bf16-mixed"
         )
         try:
             trainer.fit(module, data)

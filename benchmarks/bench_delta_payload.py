@@ -19,7 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from measuring import surroundings
+from measuring import quiet_trainer, surroundings
 
 from lightning_rlhf.callbacks import HFRollout, WeightSync
 from lightning_rlhf.contracts.callback import OptimizerStep, RLCallback
@@ -121,17 +121,8 @@ def main() -> None:
         max_tokens_per_micro_batch=512,
     )
     with TemporaryDirectory() as folder:
-        pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=[rollout, WeightSync(every="rollout"), payload],
-        ).fit(module, PromptDataModule(source, prompts_per_step=arguments.prompts))
+        trainer = quiet_trainer(folder, [rollout, WeightSync(every="rollout"), payload])
+        trainer.fit(module, PromptDataModule(source, prompts_per_step=arguments.prompts))
     result = {
         "benchmark": "delta_payload",
         **around,

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from measuring import print_rows
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -146,15 +147,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     found = report(arguments.tokens, gradient_checkpointing=arguments.gradient_checkpointing)
-    if arguments.json:
-        print(json.dumps(found, indent=1))
-        return
-    print(f"{found['model']}; {found['machine']}")
-    print("tokens  sp  peak MiB of a rank  of sp 1  seconds")
-    for row in found["rows"]:
-        print(
+    print_rows(
+        found,
+        as_json=arguments.json,
+        heading="tokens  sp  peak MiB of a rank  of sp 1  seconds",
+        line=lambda row: (
             f"{row['tokens']:6d}  {row['sp']:2d}  {row['peak_mib']:18.1f}  {row['of_sp_1']:7.3f}  {row['seconds']:7.2f}"
-        )
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from measuring import smol_model, surroundings
+from measuring import print_rows, smol_model, surroundings
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -197,17 +197,16 @@ def main() -> None:
         child(Path(model), int(ranks), Path(out))
         return
     found = report()
-    if arguments.json:
-        print(json.dumps(found, indent=1))
-        return
-    print(f"{found['model']}; {found['machine']}")
-    print("ranks  prompts  response tokens  ms of a rank  of one rank's")
-    for row in found["rows"]:
-        print(
+    print_rows(
+        found,
+        as_json=arguments.json,
+        heading="ranks  prompts  response tokens  ms of a rank  of one rank's",
+        line=lambda row: (
             f"{row['ranks']:5d}  {row['prompts']:7d}  {row['response_tokens']:15d}  {row['milliseconds']:12.1f}  "
             f"{row['of_one_rank']:13.3f}"
-        )
-    for ranks, line in found["fits"].items():
+        ),
+    )
+    for ranks, line in found["fits"].items() if not arguments.json else ():
         print(f"{ranks} rank(s): {line}")
 
 

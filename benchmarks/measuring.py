@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import platform
@@ -11,13 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_rlhf.types import Experience, LossOutput, ModelOutputs
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -170,3 +174,45 @@ def loss(outputs: ModelOutputs, micro_batch: Experience) -> LossOutput:
     """Plain policy gradient."""
     assert outputs.log_probs is not None
     return LossOutput(terms=-outputs.log_probs * micro_batch.advantages)
+
+
+def quiet_trainer(folder: str | Path, callbacks: list[pl.Callback], **more: Any) -> pl.Trainer:
+    """A Trainer of one process on the CPU that prints and keeps nothing.
+
+    Args:
+        folder: where it writes if it must.
+        callbacks: its callbacks.
+        **more: of ``Trainer``.
+    """
+    import lightning.pytorch as pl  # most benchmarks do without
+
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=callbacks,
+        **more,
+    )
+
+
+def print_rows(found: dict[str, Any], *, as_json: bool, heading: str, line: Callable[[dict[str, Any]], str]) -> None:
+    """Prints what was found, as one JSON object or as a table of its ``rows``.
+
+    Args:
+        found: with ``model``, ``machine`` and ``rows``.
+        as_json: prints the object.
+        heading: over the table's columns.
+        line: the table's line of a row.
+    """
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    print(f"{found['model']}; {found['machine']}")
+    print(heading)
+    for row in found["rows"]:
+        print(line(row))
