@@ -104,7 +104,7 @@ def test_strangers_are_refused(engine: ServedRolloutEngine) -> None:
     assert answer.status_code == 400
 
 
-def test_a_prompt_without_room_is_skipped_and_an_invalid_sampling_is_told(engine: ServedRolloutEngine) -> None:
+def test_e03_a_prompt_without_room_is_skipped_and_an_invalid_sampling_is_told(engine: ServedRolloutEngine) -> None:
     fresh(engine, seed=1, version=1)
     prompts = prompt_batch({"long": [5] * 256, "short": [5, 6]})
     rollouts = engine.generate(prompts, SamplingConfig(n=2, max_new_tokens=4), rl_step=0)
@@ -162,7 +162,7 @@ def test_a_replica_lost_in_generation_costs_no_response(engine: ServedRolloutEng
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "resubmit"])
-def test_weights_that_change_under_requests_in_flight(engine: ServedRolloutEngine, in_flight: str) -> None:
+def test_d05_weights_that_change_under_requests_in_flight(engine: ServedRolloutEngine, in_flight: str) -> None:
     """Tokens before the switch are the old weights', those after it the new ones'; the versions say where it was."""
     engine.in_flight = in_flight
     old = fresh(engine, seed=11, version=11)

@@ -255,7 +255,7 @@ def in_background(engine: VLLMEngine, sampling: SamplingConfig) -> tuple[threadi
     return thread, results
 
 
-def test_weights_change_under_paused_responses_whose_tokens_know_their_versions(
+def test_d05_weights_change_under_paused_responses_whose_tokens_know_their_versions(
     engine: VLLMEngine, model: PreTrainedModel
 ) -> None:
     old = tiny_model().eval()
