@@ -304,11 +304,21 @@ def test_two_ranks_with_more_under_way_and_groups_without_signal(
             assert first["metrics"][f"rollout/{name}"] == second["metrics"][f"rollout/{name}"], name
 
 
+class _Troubled(Logged):
+    """Fails in the second turn of every first sample."""
+
+    def step(self, action: Action) -> StepResult:
+        if action.turn == 1 and self._task.sample_index == 0:
+            self._note("step")
+            raise OSError("no board")
+        return super().step(action)
+
+
 @pytest.mark.slow
-def test_greedy_baselines_play_episodes_beside_those_under_way(
+def test_greedy_baselines_and_failures_beside_episodes_under_way(
     engine: ServedRolloutEngine, tmp_path: Path, directory: Path
 ) -> None:
-    arguments = {"max_staleness": 1, "over_sampling": 1.5}
+    arguments = {"max_staleness": 1, "over_sampling": 1.5, "environment": _Troubled}
     (run,) = _run(engine, tmp_path, directory, arguments, 3, module={"advantage": "remax"})
     assert run["worst"] < 1e-5
     _check_rows(run)
@@ -316,3 +326,6 @@ def test_greedy_baselines_play_episodes_beside_those_under_way(
     for step in run["steps"]:
         own = [row for row in run["rows"] if row[0] in step["uids"]]
         assert step["metrics"]["rollout/turns_mean"] == pytest.approx(sum(row[2] for row in own) / len(own))
+        failed = [row for row in own if row[3] == "failed"]
+        assert step["metrics"]["rollout/failed_episodes"] == step["metrics"]["rollout/skipped"] == len(failed)
+    assert any(row[3] == "failed" for row in run["rows"])
