@@ -57,7 +57,7 @@ class SamplingConfig:
         min_p: candidates below this share of the most likely one are dropped.
         stop: strings that end a response; ids and log-probs end at the token that completes the string.
         stop_token_ids: ids that end a response, beside the tokenizer's EOS; kept in it.
-        seed: base seed; each request's seed is derived from it.
+        seed: base seed, 0 or more; each request's seed is derived from it.
         guide: a form that responses have; log-probs are then those of the distribution without what would leave it.
 
     Raises:
@@ -81,6 +81,8 @@ class SamplingConfig:
         self._check_types()
         if self.n < 1 or self.max_new_tokens < 1:
             raise ValueError(f"n={self.n} and max_new_tokens={self.max_new_tokens} must be at least 1.")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}.")
         if "" in self.stop:
             raise ValueError("stop holds an empty string, which would end every response at its first token.")
         warm = self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < math.inf

@@ -53,7 +53,7 @@ def engine_arguments(
         "enable_prefix_caching": enable_prefix_caching,
         "load_format": load_format,
         "logprobs_mode": logprobs_mode,
-        "seed": seed,
+        "seed": seed % 2**32,  # vLLM takes no others, and it decides no sample: requests have seeds of their own
         "async_scheduling": False,  # else a token computed before a push comes out after it, with its version
     }
     defaults = {

@@ -21,6 +21,7 @@ SAMPLING: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"temperature": math.nan}, ValueError, r"temperature=nan \(0, or >= 0\.01\)"),
     ({"temperature": math.inf}, ValueError, r"temperature=inf"),
     ({"temperature": 1e-3}, ValueError, r"temperature=0\.001 \(0, or >= 0\.01\)"),  # vLLM would sample at 0.01
+    ({"seed": -1}, ValueError, r"seed must not be negative, got -1"),
     ({"top_k": -1}, ValueError, r"top_k=-1 \(>= 0, 0 keeps all\)"),
     ({"num_rollouts": 2.5}, TypeError, r"n=2\.5 must be an integer"),
     ({"max_new_tokens": 2.5}, TypeError, r"max_new_tokens=2\.5 must be an integer"),
