@@ -224,19 +224,18 @@ class RLStrategy(ParallelStrategy):
         self._set_world_ranks()
         if self.cluster_environment is None:
             raise RuntimeError("Trainer has not given the strategy a cluster environment.")
+        limit = timedelta(seconds=self.timeout_seconds)
         backend = self.process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         _init_dist_connection(
             self.cluster_environment,
             backend,
-            timeout=timedelta(seconds=self.timeout_seconds),
+            timeout=limit,
             device_id=None if self.root_device.type == "cpu" else self.root_device,
         )
         self._mesh = self.build_mesh(self.world_size, self.root_device.type)
         if self.async_save and self._save_group is None:
             # for the writers alone: their threads must not come between the collectives of training
-            self._save_group = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=self.timeout_seconds), group_desc=BESIDE_TRAINING
-            )
+            self._save_group = dist.new_group(backend="gloo", timeout=limit, group_desc=BESIDE_TRAINING)
         self._print_layout()
 
     def _print_layout(self) -> None:

@@ -75,7 +75,7 @@ def _send(run: subprocess.Popen[str], pids: list[int], number: signal.Signals, *
         (signal.SIGTERM, 0),
         (signal.SIGTERM, 1),
         (signal.SIGINT, None),
-        (signal.SIGINT, 1),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
     ],
 )
