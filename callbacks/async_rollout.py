@@ -254,10 +254,21 @@ class AsyncRollout:
             self._groups.close()
 
     def _note(self, rollouts: Rollouts, *, restarted: int) -> None:
-        """Staleness of the step's tokens over all ranks, as shares by version. Collective over data-parallel ranks."""
+        """Staleness of the step's tokens over all ranks, as shares by version. Collective over data-parallel ranks.
+
+        Raises:
+            RuntimeError: for tokens that are older than the bound.
+        """
         stale = self.module.policy_version - rollouts.token_versions[rollouts.response_mask]
         counts = torch.bincount(stale, minlength=self.settings.max_staleness + 1).tolist()
         every = self._of_all_ranks({"counts": counts, "restarted": restarted})
+        oldest = max(len(part["counts"]) for part in every) - 1
+        if oldest > self.settings.max_staleness:
+            raise RuntimeError(
+                f"Tokens of {oldest} policy versions ago were taken for this step, but max_staleness="
+                f"{self.settings.max_staleness}: the window of groups under way has let one grow too old. This is a "
+                f"fault of lightning_rlhf; please report it with your settings."
+            )
         total = [sum(part["counts"][age] for part in every) for age in range(self.settings.max_staleness + 1)]
         tokens = max(1, sum(total))
         self.module.note_metrics(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ROLLOUT_SECONDS = 1800.0
 """Longest time that a rank may be busy with its share of a rollout, a turn of an environment say, between two looks."""
 PROBE_TEXT = "A probe: both sides read these words and must agree on each of them."
+PROBE_LENGTH = 24
 
 
 class WeightSync(RLCallback):
@@ -187,11 +188,12 @@ class WeightSync(RLCallback):
     def _build_manager(self, module: OnPolicyModule, rollout: RolloutEngine) -> CheckpointEngineManager:
         bf16 = torch.bfloat16 in (module.actor.config.compute_dtype, rollout.compute_dtype)
         tolerance = PROBE_TOLERANCE_BF16 if bf16 else PROBE_TOLERANCE_FP32
+        probe_length = max(2, min(PROBE_LENGTH, rollout.max_model_len - 1))  # scoring may take one id more
         return CheckpointEngineManager(
             engine=module.actor,
             rollout=None if self.checkpoint_engine.remote else rollout,
             checkpoint_engine=self.checkpoint_engine,
-            probe_token_ids=module.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:24],
+            probe_token_ids=module.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:probe_length],
             probe_tolerance=tolerance if self.probe_tolerance is None else self.probe_tolerance,
             rank_timeout=self.timeout,
             feeding=rollout.longest_wait,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -137,9 +138,11 @@ class RolloutEngine(ABC):
 
     ``weight_version`` is None until weights were pushed, and again after a push that failed half-way: such an engine
     refuses to generate. Ids and log-probs come from the engine as sampled, never from re-encoded text.
+    ``max_model_len`` is the limit on prompt and response together.
     """
 
     weight_version: int | None = None
+    max_model_len: int = sys.maxsize
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rlhf.batching.plan import StepPlan
 from lightning_rlhf.contracts.engine import BaseEngine
@@ -38,6 +39,12 @@ def rollout_metrics(plan: StepPlan) -> dict[str, float]:
         "rollout/truncated_fraction": sum(fact.truncated for fact in facts) / len(facts),
         "rollout/skipped": float(sum(fact.skipped for fact in facts)),
     }
+    if all(fact.skipped for fact in facts):
+        rank_zero_warn(
+            f"No response of this RL step can be trained on: all {len(facts)} rows were skipped. Most often prompts "
+            f"leave no room for a response: raise max_model_len, or leave long prompts out. Else every request was "
+            f"aborted, or every environment failed."
+        )
     if known:
         mean = sum(known) / len(known)
         metrics["reward/mean"] = mean

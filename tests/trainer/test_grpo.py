@@ -128,6 +128,15 @@ def test_a_step_without_any_signal_does_not_fail(tmp_path: Path, tiny_directory:
         assert metrics["reward/groups_without_signal"] == 1.0
 
 
+def test_a_step_of_prompts_that_leave_no_room_warns(tmp_path: Path, tiny_directory: Path) -> None:
+    rollout = HFRollout(num_rollouts=2, max_new_tokens=2, max_model_len=3)
+    recorder = Recorder()
+    trainer = toy_trainer(tmp_path, rollout=rollout, callbacks=[recorder])
+    with pytest.warns(UserWarning, match="all 8 rows were skipped.* raise max_model_len"):
+        trainer.fit(toy_module(tiny_directory, max_rl_steps=1), toy_data())
+    assert recorder.steps[0]["metrics"]["rollout/skipped"] == 8
+
+
 def test_validation_scores_greedy_responses_of_the_current_policy(tmp_path: Path, tiny_directory: Path) -> None:
     from lightning_rlhf.data import ListPrompts
 
