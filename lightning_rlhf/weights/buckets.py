@@ -127,8 +127,8 @@ class BucketPacker:
     """Packs a stream of tensors.
 
     Buckets are filled. The first ones are closed early, at an eighth, a quarter and a half of the size, so that
-    receivers start early. With ``enough``, every bucket is closed as soon as it holds that much, and larger tensors are
-    cut into buckets of that size.
+    receivers start early. With ``enough``, every bucket is closed as soon as it holds that much (the first ones an
+    eighth, a quarter and a half of it), and larger tensors are cut into buckets of that size.
 
     Args:
         bucket_bytes: largest size of a bucket; at least `ALIGNMENT`, rounded down to a multiple of it.
@@ -193,11 +193,17 @@ class BucketPacker:
                 return
 
     def _is_full(self, bucket: _OpenBucket) -> bool:
-        enough = self._enough or min(self.bucket_bytes, self.bucket_bytes >> max(0, 3 - self._index))
-        return bucket.room() <= bucket.size - enough or bucket.header_bytes > self._header_bytes
+        full = bucket.size if self._enough else self._early(bucket.size)
+        return bucket.room() <= bucket.size - full or bucket.header_bytes > self._header_bytes
+
+    def _early(self, size: int) -> int:
+        """Of a bucket's size, the part after which it is closed: receivers wait for the first ones."""
+        return size >> max(0, 3 - self._index)
 
     def _new_bucket(self, first_bytes: int) -> _OpenBucket:
-        size = self._enough or self.bucket_bytes
+        size = self.bucket_bytes
+        if self._enough:
+            size = max(ALIGNMENT, self._early(self._enough) // ALIGNMENT * ALIGNMENT)
         buffer = self._next_buffer(size, max(0, first_bytes - size))
         return _OpenBucket(buffer, size, sampled=self._sampled, turn=self._index)
 
