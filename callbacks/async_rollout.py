@@ -18,7 +18,7 @@ from lightning_rlhf.callbacks.dynamic_sampling import DynamicSampling, fill_step
 from lightning_rlhf.callbacks.episodes import note_episodes
 from lightning_rlhf.callbacks.rollout_window import Prompt, RolloutWindow, batch_of, prompts_of
 from lightning_rlhf.contracts.environment import EPISODE_KEY
-from lightning_rlhf.contracts.rollout import SamplingConfig
+from lightning_rlhf.contracts.rollout import RolloutEngine, SamplingConfig
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.on_policy import OnPolicyModule
 from lightning_rlhf.rollout.episode_groups import EpisodeGroups
@@ -193,12 +193,13 @@ class AsyncRollout:
         if version is None:
             raise RuntimeError("The rollout engine has no weights; a push must come before the rollout.")
         self.window.begin_all(version=version)
-        groups = self.window.take(
-            len(batch),
-            version=self.module.policy_version,
-            versions_per_step=self._per_step,
-            on_wait=self.engine.push_if_none_serves,
-        )
+        with self.engine.session():
+            groups = self.window.take(
+                len(batch),
+                version=self.module.policy_version,
+                versions_per_step=self._per_step,
+                on_wait=self.engine.push_if_none_serves,
+            )
         replace_prompts(batch, batch_of([group.prompt for group in groups]))
         sequences = [sequence for group in groups for sequence in group.sequences]
         if self._episodes is not None:
@@ -212,6 +213,10 @@ class AsyncRollout:
             prompts = self._data.draw(count)
             self.window.add(prompts_of(prompts, rl_step=self.module.rl_step))
             return prompts
+
+        def stand_by() -> None:
+            with self.engine.session():
+                pass
 
         def scored(prompts: PromptBatch) -> Rollouts:
             rollouts = self._take_into(prompts)
@@ -228,6 +233,7 @@ class AsyncRollout:
             group=actor.data_parallel_group,
             num_replicas=self._ranks,
             device=actor.device,
+            stand_by=stand_by,
         )
         replace_prompts(batch, step.prompts)
         batch.rollouts = step.rollouts
@@ -246,6 +252,11 @@ class AsyncRollout:
     def _begin(self, prompt: Prompt, version: int) -> Future[list[RolloutSequence]]:
         starter = self._groups or self.engine
         return starter.start_group(batch_of([prompt]), 0, self.sampling, rl_step=self.module.rl_step, version=version)
+
+    def serves(self, engine: RolloutEngine, module: OnPolicyModule, trainer: pl.Trainer) -> bool:
+        """Whether what is under way is of this engine, this module and this trainer's prompts."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        return self.engine is engine and self.module is module and self._data is data
 
     def close(self) -> None:
         """Ends all that is under way."""

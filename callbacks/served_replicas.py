@@ -56,6 +56,10 @@ class ServedReplica(Replica):
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"Weight sync, phase {verb!r}, peer {self.replica_id!r}: {error}") from error
 
+    @override
+    def weights_may_change(self) -> None:
+        self._before = None
+
     async def _do(self, verb: Verb, arguments: dict[str, Any]) -> dict[str, Any]:
         client = self._served.client
         if verb == "pause":
@@ -64,7 +68,6 @@ class ServedReplica(Replica):
             await self._put(None)
         elif verb == "load":
             await client.load([{"source": "invitation", "arguments": one} for one in arguments["invitations"]])
-            self._before = None
         elif verb == "refresh":
             await client.reset_prefix_cache()
         elif verb == "read":

@@ -171,7 +171,10 @@ class VLLMRollout(RolloutCallback):
         lag = self._sync.lag if self._sync is not None else 0
         if self._sync is not None:
             self._sync.ensure_fresh(module, engine, max_lag=lag, runs_ahead=True)
-        if self._async is None or self._async.engine is not engine:
+        if self._async is not None and not self._async.serves(engine, module, trainer):
+            self._async.close()  # its groups are of another module's policy, or of other prompts
+            self._async = None
+        if self._async is None:
             self._async = AsyncRollout(
                 self.ahead,
                 trainer=trainer,
@@ -187,14 +190,26 @@ class VLLMRollout(RolloutCallback):
         with module.timed("rollout"):
             self._async.fill(batch)
             if module.needs_baselines:
-                add_baselines(batch, lambda prompts: self._sample_greedily(prompts, module, engine), module.score)
+                self._add_baselines(module, engine, batch, lag=lag)
 
-    def _sample_greedily(self, prompts: PromptBatch, module: OnPolicyModule, engine: RolloutEngine) -> Rollouts:
-        if self._episodes is None:
-            return engine.generate(prompts, self.eval_sampling, rl_step=module.rl_step)
-        rollouts = self._episodes.generate(engine, prompts, self.eval_sampling, rl_step=module.rl_step)
-        self._episodes.take_counts()  # those of the baselines are no part of the next step's
-        return rollouts
+    def _add_baselines(self, module: OnPolicyModule, engine: RolloutEngine, batch: PromptBatch, *, lag: int) -> None:
+        """Greedy rollouts are waited for, so a push that is under way must end first."""
+        if self._sync is not None:
+            self._sync.ensure_fresh(module, engine, max_lag=lag)
+
+        def sample(prompts: PromptBatch) -> Rollouts:
+            with engine.session():
+                if self._episodes is None:
+                    return engine.generate(prompts, self.eval_sampling, rl_step=module.rl_step)
+                rollouts = self._episodes.generate(engine, prompts, self.eval_sampling, rl_step=module.rl_step)
+            self._episodes.take_counts()  # those of the baselines are no part of the next step's
+            return rollouts
+
+        def stand_by() -> None:
+            with engine.session():
+                pass
+
+        add_baselines(batch, sample, module.score, stand_by=stand_by)
 
     @override
     def on_save_checkpoint(

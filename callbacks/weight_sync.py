@@ -50,8 +50,8 @@ class WeightSync(RLCallback):
             or rollout engine computes in bf16, whose rounding alone reaches 0.3 nats on a rare token.
         overlap: replicas take a copy of the weights while the next step computes, and whatever is asked of them
             meanwhile waits for it; for rollouts that run ahead (``VLLMRollout(max_staleness=...)``), since others need
-            the new weights at once. What is wrong with a push shows after the next optimizer step. Costs memory for one
-            more copy of the weights.
+            the new weights at once. What is wrong with a push shows at the next one, or when a rollout waits for it.
+            Costs memory for one more copy of the weights.
         timeout: longest time in seconds that a trainer rank may be late for a push, or for the next tensor in it; the
             message names those missing. The rank that feeds replicas may in addition wait for these.
 
@@ -112,6 +112,7 @@ class WeightSync(RLCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._manager is not None:
             self._finish(as_on_policy(pl_module, callback=self), self._manager)
+            self._manager.drop_copies()
 
     @override
     def on_load_checkpoint(
@@ -139,7 +140,7 @@ class WeightSync(RLCallback):
         """
         if self._manager is None or self._rollout is not rollout or self._manager.engine is not module.actor:
             if self._under_way is not None:  # of a run that broke off: it has the checkpoint engine until it ends
-                self._under_way.failure()
+                self._under_way.wait()
                 self._under_way = None
             self._manager = self._build_manager(module, rollout)
             self._rollout = rollout
@@ -172,9 +173,14 @@ class WeightSync(RLCallback):
             return
 
         def push() -> None:
-            self._keep(module, self._push(manager, module.policy_version))
+            self._finish(module, manager)  # it has the checkpoint engine, and perhaps brings what is waited for
+            self._find_replicas(manager)
+            if manager.is_stale(module.policy_version):
+                self._keep(module, self._push(manager, module.policy_version))
 
-        needed = rollout.pool.waits_for_push
+        def needed() -> bool:
+            return rollout.pool.waits_for_push() or (self._under_way is not None and self._under_way.has_failed)
+
         if module.trainer.world_size == 1:
             rollout.pushes = Pushes(needed=needed, push=push)
         else:
@@ -214,11 +220,11 @@ class WeightSync(RLCallback):
                 self._raise_unless_lost(manager, losses, error)
 
     def _raise_unless_lost(self, manager: CheckpointEngineManager, losses: int, error: Exception) -> None:
-        """A push that failed with a replica is made again. All ranks are here: it failed on every one. Collective."""
+        """A push that failed with a replica is no error. All ranks are here: it failed on every one. Collective."""
         lost = self._losses() > losses
         if not manager.any_rank(lost):
             raise error
-        warnings.warn(f"A replica was lost in a push, which is made again without it: {error}", stacklevel=3)
+        warnings.warn(f"A replica was lost in a push; those that are left need another one: {error}", stacklevel=3)
 
     def _start(self, manager: CheckpointEngineManager, version: int) -> None:
         """Begins a push; requests wait for it from now on. Collective."""
@@ -232,9 +238,11 @@ class WeightSync(RLCallback):
 
         Collective.
         """
-        update, self._under_way = self._under_way, None
+        update = self._under_way
         if update is None:
             return
+        update.wait()  # interrupted here, it stays noted
+        self._under_way = None
         try:
             receipt = manager.finish_update(update)
         except TrainerRankLostError:

@@ -109,7 +109,7 @@ critic/explained_variance | 1 - Var(return - value) / Var(return); 1 for a perfe
 sync/version | policy version of the last push | version
 sync/probe_difference | largest difference of both sides' log-probs on the probe | nats
 sync/tensors_compared | tensors whose samples were compared after the push | tensors
-sync/unchanged | tensors that the push did not change | tensors
+sync/unchanged | 1 if no sampled element differs from the push before | 0 or 1
 time/step | the whole RL step, from its batch to its end | s
 time/rollout | sampling of responses | s
 time/reward | scoring of responses | s

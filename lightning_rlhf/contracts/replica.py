@@ -36,6 +36,12 @@ class Replica(ABC):
     def start(self, verb: Verb, **arguments: Any) -> None:
         """Asks for something; ``arguments`` are JSON values."""
 
+    def weights_may_change(self) -> None:  # noqa: B027 (optional)
+        """From now on, until it serves a version again, its weights may be a mixture: ``restore`` restores none.
+
+        For replicas that do not find out by themselves whether a push has touched them.
+        """
+
     @abstractmethod
     def finish(self, *, timeout: float) -> dict[str, Any]:
         """Waits for the answer to the call that was started.

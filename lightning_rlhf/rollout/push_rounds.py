@@ -46,10 +46,12 @@ class Pushes:
             self._push()
 
     def watch(self, groups: Sequence[Future[Any]]) -> None:
-        """Looks every now and then, until all of ``groups`` are done or one of them has failed."""
+        """Looks every now and then, until all of ``groups`` are done; raises the error of the first that fails."""
         while True:
             done, under_way = wait(groups, LOOK_SECONDS, return_when=FIRST_EXCEPTION)
-            if not under_way or any(group.exception() for group in done):
+            for group in done:
+                group.result()  # raises what ends the rollout, without a wait for the others
+            if not under_way:
                 return
             self.look()
 

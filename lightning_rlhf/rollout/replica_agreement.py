@@ -27,14 +27,20 @@ def same_scores(answers: Sequence[list[list[float]]], *, describe: Callable[[], 
     first, *others = answers
     for other in others:
         pairs = [(a, b) for x, y in zip(first, other, strict=True) for a, b in zip(x, y, strict=True)]
-        # a NaN, which max() would lose among numbers, is as far off as can be; if both have it, the weights are alike
-        worst = max(0.0 if a != a and b != b else math.inf if a != a or b != b else abs(a - b) for a, b in pairs)
+        worst = max(_difference(a, b) for a, b in pairs)
         if worst > AGREEMENT_NATS:
             raise RuntimeError(
                 f"Two replicas differ by {worst:.3g} nats on the same sequence: one of them holds other weights. "
                 f"{describe()}."
             )
     return first
+
+
+def _difference(a: float, b: float) -> float:
+    """In nats. A NaN, which max() would lose among numbers, is as far off as can be; if both have it, they agree."""
+    if a == b or (math.isnan(a) and math.isnan(b)):  # equal infinities differ by NaN
+        return 0.0
+    return math.inf if math.isnan(a) or math.isnan(b) else abs(a - b)
 
 
 def same_tensors(answers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

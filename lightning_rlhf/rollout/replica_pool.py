@@ -107,6 +107,7 @@ class ReplicaPool:
                 status = await replica.client.health()
             except ReplicaRefusedError as error:
                 replica.refused = str(error)
+                self.losses += replica.state in ("up", "unready")
                 await self._set(replica, "down", str(error))
             except (RuntimeError, ValueError) as error:
                 await self._unreachable(replica, str(error))

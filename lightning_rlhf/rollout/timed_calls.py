@@ -76,9 +76,11 @@ class TimedCalls(Generic[T]):
             EnvironmentBrokenError: see `submit`; calls that wait are not begun any more.
         """
         futures = [self.submit(call) for call in calls]
-        done, others = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in others:
-            future.cancel()
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:  # also when the wait is interrupted: what is begun or over stays as it is
+            for future in futures:
+                future.cancel()
         for future in done:
             if (broken := future.exception()) is not None:
                 raise broken
@@ -124,11 +126,12 @@ class TimedCalls(Generic[T]):
                 self._abandoned = [*(one for one in self._abandoned if one.is_alive()), job.thread]
                 if len(self._abandoned) > self.max_abandoned:
                     value = self._too_many()
-            self._begin_waiting()
         if isinstance(value, EnvironmentBrokenError):
             job.future.set_exception(value)
         else:
             job.future.set_result(value)
+        with self._lock:
+            self._begin_waiting()
 
     def _too_many(self) -> EnvironmentBrokenError:
         return EnvironmentBrokenError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,11 +75,32 @@ def add_cpu_arguments(arguments: dict[str, Any]) -> None:
 
     if not current_platform.is_cpu():
         return
+    _let_vllm_look_at_llvmlite()
     # A prompt that is read in two steps has vLLM rewind its request's generator, which CPU generators cannot.
     arguments.setdefault("enable_chunked_prefill", False)
     arguments.setdefault("max_num_batched_tokens", max(2048, arguments["max_model_len"]))
     # The smallest that its attention takes: a group shares whole blocks of its prompt, and vLLM's 128 are too many.
     arguments.setdefault("block_size", 32)
+
+
+def _let_vllm_look_at_llvmlite() -> None:
+    """Keeps vLLM from stumbling over llvmlite, which numba loads, and ours for copies past the cache.
+
+    A worker on a CPU reads ``vars()`` of all that any loaded module holds (0.32, ``triton_utils/dispatcher.py``), and
+    llvmlite's handle of its library answers every name, ``__dict__`` too, with a function of that name.
+    """
+    ffi: Any = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None or not callable(getattr(ffi.lib, "__dict__", None)):
+        return
+    handle = ffi._lib_wrapper
+    answer = handle.__getattr__
+
+    def answer_names_of_functions(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(self, name)
+
+    handle.__getattr__ = answer_names_of_functions
 
 
 def build_llm_engine(arguments: dict[str, Any], *, local_rank: int | None = None) -> Any:

@@ -182,12 +182,15 @@ class BucketPacker:
         alone = self._enough is not None and size > self._enough
         if self._open is not None and (alone or self._open.room() < size <= self.bucket_bytes):
             yield self._close(self._open)
+        cut = False
         while True:
             bucket = self._open = self._open or self._new_bucket(size - start)
             count = min(size - start, bucket.room())
             bucket.put(content[start : start + count], name=name, dtype=dtype, shape=tuple(tensor.shape), start=start)
             start += count
-            if self._is_full(bucket) or (alone and start == size):
+            cut = cut or start < size
+            # nothing follows the end of a tensor that was cut: the room that was reserved for it ends there
+            if self._is_full(bucket) or ((alone or cut) and start == size):
                 yield self._close(bucket)
             if start == size:
                 return

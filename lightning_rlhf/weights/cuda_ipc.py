@@ -29,7 +29,7 @@ class CudaIPCSenderLink(SenderLink):
     """
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
-        self._uuid = device_uuids()[device.index or 0]
+        self._uuid = device_uuids()[device.index]
         self.slots = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
 
     @override

@@ -143,9 +143,10 @@ class DeltaTransform(StreamTransform):
             elif part == "dense":
                 self._keep(name, content)
             elif part == "at":
-                places = content.to(torch.int64, copy=True)  # its buffer may be written again before `to`
+                # its buffer, perhaps on a GPU, may be written again before `to`
+                places = content.to("cpu", torch.int64, copy=True)
             elif part == "to" and places is not None:
-                _bits(self._known(name))[places] = content
+                _bits(self._known(name))[places] = content.cpu()
                 places = None
             elif part == "sum":
                 yield name, self._checked(name, bytes(content.tolist()).hex())

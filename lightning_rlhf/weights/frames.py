@@ -14,7 +14,8 @@ Why plain stores suffice: a counter is an aligned 64-bit word that one process w
 order) a store is not seen before the stores that precede it in its thread, a load is not made before the loads that
 precede it, and a store is not made before earlier loads. So a reader that sees a frame counted sees its bytes, and a
 writer that sees it released overwrites nothing that is still to be read. Copies that bypass the cache are the
-exception, and the C library ends those with a fence. Other processors promise less: `counters_suffice` says so.
+exception: `streaming` ends its own with a fence, and so does the C library. Other processors promise less:
+`counters_suffice` says so.
 """
 
 from __future__ import annotations

@@ -160,11 +160,7 @@ class CheckpointEngineManager:
         except Exception as error:  # noqa: BLE001 (raised by _agree, once the other ranks know)
             failure = error
             self._tell_all("restore")
-        try:
-            # each tensor is gathered by all ranks: the others wait for this one even if its receivers gave up
-            deque(parameters, maxlen=0)
-        except RuntimeError as error:  # raised by _agree, too
-            failure = error
+        failure = self._drain(parameters) or failure
         self._agree(failure)
         trainer = self._trainer_probe()
         difference = 0.0
@@ -178,8 +174,9 @@ class CheckpointEngineManager:
     def start_update(self, version: int) -> UpdateUnderWay:
         """Begins a push that replicas take from a copy of the weights, while the caller goes on. Collective.
 
-        When this returns, replicas stand still: what is asked of them from now on is sampled from the new weights. A
-        rank that feeds replicas keeps room for one copy of the model. No other push may begin before `finish_update`.
+        When this returns on the rank that feeds replicas, they stand still: what is asked of them from now on is
+        sampled from the new weights. That rank keeps room for one copy of the model. No other push may begin before
+        `finish_update`.
 
         Raises:
             RuntimeError: if the weights could not be gathered.
@@ -187,7 +184,15 @@ class CheckpointEngineManager:
         """
         self._meet()
         sent = SentSamples()
-        copied = self._copy(sent.watch(self._gather()))
+        parameters = self._gather()
+        copied: dict[str, Tensor] = {}
+        failure: Exception | None = None
+        try:
+            copied = self._copy(sent.watch(parameters))
+        except Exception as error:  # noqa: BLE001 (raised by _agree, once the other ranks know)
+            failure = error
+        failure = self._drain(parameters) or failure
+        self._agree(failure)
         trainer = self._trainer_probe()
         paused: Exception | None = None
         try:
@@ -233,6 +238,19 @@ class CheckpointEngineManager:
             return parameters
         return self._roll_call.gather(parameters, patience=self.checkpoint_engine.patience)
 
+    @staticmethod
+    def _drain(parameters: Iterator[tuple[str, Tensor]]) -> Exception | None:
+        """Each tensor is gathered by all ranks: the others wait for this one even if it has no use for the rest."""
+        try:
+            deque(parameters, maxlen=0)
+        except RuntimeError as error:
+            return error
+        return None
+
+    def drop_copies(self) -> None:
+        """Frees what `start_update` has kept; no push may be under way."""
+        self._copies = {}
+
     def _copy(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copies in memory that is kept from push to push; none on a rank that feeds no replica. Collective."""
         before, self._copies = self._copies, {}
@@ -259,6 +277,8 @@ class CheckpointEngineManager:
             invited = replica.receiver_ids if carrier.remote else ()
             replica.start("load", invitations=[carrier.invitation(name).to_json() for name in invited])
         carrier.init_process_group(topology)
+        for replica in self.replicas:
+            replica.weights_may_change()
         carrier.send_weights(parameters)
         for replica in self.replicas:
             replica.finish(timeout=self.timeout)

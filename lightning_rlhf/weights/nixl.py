@@ -195,7 +195,7 @@ class NIXLReceiverLink(ReceiverLink):
 
     @override
     def get(self, slot: int, num_bytes: int, *, timeout: float) -> Tensor:
-        agent, read = self._own.agent, self._reads.pop(slot)
+        agent, read = self._own.agent, self._reads[slot]
         end = time.monotonic() + timeout
         while (state := agent.check_xfer_state(read)) != "DONE":
             if state == "ERR":
@@ -204,12 +204,13 @@ class NIXLReceiverLink(ReceiverLink):
                 raise TimeoutError(f"NIXL did not read {num_bytes} bytes of the sender within {timeout:g} s.")
             time.sleep(POLL_SECONDS)
         agent.release_xfer_handle(read)
+        del self._reads[slot]  # not before: `close` ends those that are left, whose memory goes next
         return self._own.slots[slot][:num_bytes]
 
     @override
     def close(self) -> None:
         if self._own.agent is not None:
-            for read in self._reads.values():  # ends those on their way: their memory goes next
+            for read in self._reads.values():
                 self._own.agent.release_xfer_handle(read)
             self._reads.clear()
             self._own.agent.remove_remote_agent(self._remote)

@@ -70,6 +70,8 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         on_gpu = self._device.type == "cuda"
         if on_gpu and not torch.cuda.is_available():
             raise ValueError(f"device={device!r}: this process sees no GPU; use device='cpu'.")
+        if on_gpu and self._device.index is None:
+            raise ValueError(f"device={device!r}: say which GPU, as in 'cuda:0': pushes come from several threads.")
         if on_gpu and handover == "counters":
             raise ValueError(f"handover='counters' is for host memory; with device={device!r} use 'messages'.")
         self.handover = handover or ("counters" if counters_suffice() and not on_gpu else "messages")

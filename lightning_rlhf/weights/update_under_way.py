@@ -32,6 +32,15 @@ class UpdateUnderWay:
         except BaseException as error:  # noqa: BLE001 (raised by `result`, in the thread that asks)
             self._done.set_exception(error)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended badly; does not wait."""
+        return self._done.done() and self._done.exception() is not None
+
+    def wait(self) -> None:
+        """Waits for the end, good or bad."""
+        self._done.exception()
+
     def failure(self) -> BaseException | None:
         """Waits for the end; what went wrong, if anything did."""
         return self._done.exception()

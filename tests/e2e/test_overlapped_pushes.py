@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ class SlowPushes(RLCallback):
         self.kill_at = kill_at
         self.waited: list[bool] = []
         self.killed = 0
+        self._one_at_a_time = threading.Lock()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -50,10 +52,14 @@ class SlowPushes(RLCallback):
         send = carrier.send_weights
 
         def slowly(named_tensors: Iterator[Any]) -> None:
-            time.sleep(SLOW_SECONDS)
-            if pl_module.rl_step == self.kill_at and not self.killed:
-                self.killed = _kill_first_replica(trainer)
-            send(named_tensors)
+            assert self._one_at_a_time.acquire(blocking=False), "a push began within another"
+            try:
+                time.sleep(SLOW_SECONDS)
+                if pl_module.rl_step == self.kill_at and not self.killed:
+                    self.killed = _kill_first_replica(trainer)
+                send(named_tensors)
+            finally:
+                self._one_at_a_time.release()
 
         carrier.send_weights = slowly  # type: ignore[method-assign]
 
@@ -72,14 +78,16 @@ def _kill_first_replica(trainer: pl.Trainer) -> int:
     return pid
 
 
-def _fit(root: Path, model: Path, devices: int, every: Any, kill_at: int | None) -> dict[str, Any]:
+def _fit(
+    root: Path, model: Path, devices: int, every: Any, kill_at: int | None, new_tokens: int = 24, **module: Any
+) -> dict[str, Any]:
     recorder, check, slow = Recorder(), VersionCheck(model), SlowPushes(kill_at=kill_at)
     rollout = VLLMRollout(
         mode="server",
         server={"threads": 1},
         max_staleness=1,
         num_rollouts=4,
-        max_new_tokens=24,
+        max_new_tokens=new_tokens,
         max_model_len=64,
         max_num_seqs=16,
         kv_cache_bytes=16 << 20,
@@ -97,7 +105,7 @@ def _fit(root: Path, model: Path, devices: int, every: Any, kill_at: int | None)
         data = PromptDataModule(ListPrompts([f"{i} + {i + 1} =" for i in range(24)]), prompts_per_step=4)
         with warnings.catch_warnings(record=True) as caught:
             warnings.filterwarnings("always", "A replica was lost in a push")
-            trainer.fit(toy_module(model, max_rl_steps=4), data)
+            trainer.fit(toy_module(model, max_rl_steps=4, **module), data)
         assert sync._under_way is None
         assert sync.last_receipt is not None
         return {
@@ -114,9 +122,9 @@ def _fit(root: Path, model: Path, devices: int, every: Any, kill_at: int | None)
         rollout.shutdown()
 
 
-def _run(*arguments: Any, devices: int = 1) -> list[dict[str, Any]]:
+def _run(*arguments: Any, devices: int = 1, **more: Any) -> list[dict[str, Any]]:
     root, model, *rest = arguments
-    return run_distributed(_fit, devices, root, model, devices, *rest, init_process_group=False, timeout=240)
+    return run_distributed(_fit, devices, root, model, devices, *rest, init_process_group=False, timeout=240, **more)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +141,16 @@ def test_every_token_is_of_the_weights_that_it_names(tmp_path: Path, directory: 
     for rank in ranks:
         assert rank["pushed"] == (4 if every == "optimizer_step" else 3)
         assert [step["metrics"].get("sync/probe_difference", 0.0) < 1e-4 for step in rank["steps"]] == [True] * 4
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_step_that_needs_responses_waits_for_the_push(tmp_path: Path, directory: Path, devices: int) -> None:
+    """Its groups are half-way when the push begins; greedy baselines are asked for after it."""
+    ranks = _run(tmp_path, directory, "optimizer_step", None, devices=devices, new_tokens=50, advantage="remax")
+    assert max(rank["worst"] for rank in ranks) < 1e-5
+    assert set().union(*(rank["ages"] for rank in ranks)) <= {0, 1}
+    trained = [uid for rank in ranks for uid in rank["trained"]]
+    assert len(trained) == len(set(trained)) == 16
 
 
 def test_a_replica_that_dies_in_a_push_gets_the_weights_with_the_next(tmp_path: Path, directory: Path) -> None:

@@ -26,6 +26,8 @@ def test_replicas_that_differ(wrong: float) -> None:
 
 def test_replicas_that_agree() -> None:
     assert same_scores([RIGHT, [[0.0, -1.005, -2.0]]], describe=str) == RIGHT
+    with pytest.raises(RuntimeError, match="differ by 4 nats"):
+        same_scores([[[-math.inf, -1.0]], [[-math.inf, -5.0]]], describe=str)
     both = [[0.0, math.nan]]
     assert same_scores([both, [[0.0, math.nan]]], describe=str) == both  # the receipt says what is wrong with that
 
