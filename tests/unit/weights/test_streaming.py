@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Iterator
 
-import llvmlite.binding as llvm
 import pytest
 import torch
 
@@ -68,6 +67,8 @@ def test_other_tensors_are_refused(destination: torch.Tensor, source: torch.Tens
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the names are those of x86's instructions")
 def test_the_stores_go_past_the_cache() -> None:
+    import llvmlite.binding as llvm  # not above: with it loaded, vLLM alone cannot start in a forked process
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine()
