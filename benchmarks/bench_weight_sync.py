@@ -217,6 +217,8 @@ def _arguments() -> argparse.Namespace:
         if label not in ALL and (name not in VARIANTS or not variant):
             parser.error(f"--engines {label}: known are {', '.join(ALL)}, and delta:<link>")
     arguments.fit = [] if arguments.fit is None else arguments.fit.split(",") if arguments.fit else arguments.engines
+    if unknown := set(arguments.fit) - set(arguments.engines):
+        parser.error(f"--fit {','.join(sorted(unknown))}: not among --engines {','.join(arguments.engines)}")
     return arguments
 
 

@@ -44,7 +44,9 @@ def _plain(value: Any) -> Any:
         return OmegaConf.to_container(value, resolve=True)
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
-    if value is None or isinstance(value, (bool, int, float, str, dict)):
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
     named = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)  # YAML has no objects
     return f"{named.__module__}.{named.__qualname__}"

@@ -1,7 +1,7 @@
 """Replacing the weights of a vLLM model in place, and reading them back.
 
 A plain ``model.load_weights`` fails on CPU, where linear weights are packed and the original freed. vLLM's layerwise
-reload gives each layer an unpacked shadow, fills it, packs it into the storage in use. Five things it leaves to us:
+reload gives each layer an unpacked shadow, fills it, packs it into the storage in use. What is left to us:
 
 1. the tied head on CPU has a packed copy of its own, which goes stale silently: it is packed again;
 2. layers that get part of their tensors (q_proj without k_proj) are filled up with garbage: a push must be whole;

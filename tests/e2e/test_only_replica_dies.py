@@ -79,6 +79,20 @@ def test_it_gets_the_weights_from_all_ranks_in_the_middle_of_the_rollout(tmp_pat
     assert [len(uids) for uids in of_steps] == [len(set(uids)) for uids in of_steps] == [4] * STEPS
 
 
+@pytest.mark.slow
+def test_it_does_ahead_of_training_too(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", family="llama", tied=True)
+    ranks = run_distributed(_fit, 2, tmp_path, model, max_staleness=1, init_process_group=False, timeout=180.0)
+    assert ranks[0]["deaths"] == 1
+    assert sum(rank["ledger"]["resent"] for rank in ranks) > 0, "nothing was in flight: this test shows nothing"
+    assert all(rank["ledger"]["duplicates"] == 0 for rank in ranks)
+    uids = [uid for rank in ranks for step in rank["steps"] for uid in step["uids"]]
+    assert len(uids) == len(set(uids)) == 4 * STEPS
+    for rank in ranks:
+        for index, step in enumerate(rank["steps"]):
+            assert set(step["versions"]) <= {index, index - 1}
+
+
 def test_rounds_end_alike_on_all_ranks() -> None:
     """One rank waits three times, the other is done at once; who leads asks for a push in the second round."""
 
