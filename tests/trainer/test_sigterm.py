@@ -57,7 +57,13 @@ def _start(folder: Path, model: Path) -> subprocess.Popen[str]:
     command = [sys.executable, script, folder, model]
     # a session of its own: what a terminal sends to its foreground group reaches these processes and no others
     return subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # tests that run in the background of a shell have been told to ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
