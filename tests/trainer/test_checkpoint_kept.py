@@ -238,11 +238,11 @@ def test_a_resumed_run_goes_on_in_its_wandb_run(tmp_path: Path, monkeypatch: pyt
         wandb.finish()
 
     fit(2, None)
-    (first,) = {path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")}
+    (first,) = {path.name.split("-")[3] for path in (tmp_path / "wandb").glob("offline-run-*")}
     assert wandb_run_id(tmp_path / "checkpoints" / "rl_step=000002.ckpt") == first
     fit(4, "last")
-    assert {path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")} == {first}
+    assert {path.name.split("-")[3] for path in (tmp_path / "wandb").glob("offline-run-*")} == {first}
     assert wandb_run_id(tmp_path / "checkpoints" / "rl_step=000004.ckpt") == first
     # a run that starts anew has a run of its own
     fit(1, None)
-    assert len({path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")}) == 2
+    assert len({path.name.split("-")[3] for path in (tmp_path / "wandb").glob("offline-run-*")}) == 2
