@@ -214,10 +214,6 @@ class AsyncRollout:
             self.window.add(prompts_of(prompts, rl_step=self.module.rl_step))
             return prompts
 
-        def stand_by() -> None:
-            with self.engine.session():
-                pass
-
         def scored(prompts: PromptBatch) -> Rollouts:
             rollouts = self._take_into(prompts)
             self.module.score(rollouts)
@@ -233,7 +229,7 @@ class AsyncRollout:
             group=actor.data_parallel_group,
             num_replicas=self._ranks,
             device=actor.device,
-            stand_by=stand_by,
+            stand_by=self.engine.stand_by,
         )
         replace_prompts(batch, step.prompts)
         batch.rollouts = step.rollouts

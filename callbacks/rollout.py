@@ -254,20 +254,16 @@ class RolloutCallback(RLCallback):
                 session=engine.session,
             )
 
-        def stand_by() -> None:
-            with engine.session():
-                pass
-
         with module.timed("rollout"):
             if dynamic is None:
                 batch.rollouts = sample(batch)
             else:
-                self._fill_with_signal(trainer, module, batch, sample, dynamic, stand_by)
+                self._fill_with_signal(trainer, module, batch, sample, dynamic, engine.stand_by)
             if episodes is not None:
                 note_episodes(episodes.take_counts(), module)
             if sampling is self.sampling and module.needs_baselines:
                 add_baselines(
-                    batch, lambda prompts: sample(prompts, self.eval_sampling), module.score, stand_by=stand_by
+                    batch, lambda prompts: sample(prompts, self.eval_sampling), module.score, stand_by=engine.stand_by
                 )
                 if episodes is not None:
                     episodes.take_counts()  # those of the baselines are no part of the next step's

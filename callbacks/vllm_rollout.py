@@ -205,11 +205,7 @@ class VLLMRollout(RolloutCallback):
             self._episodes.take_counts()  # those of the baselines are no part of the next step's
             return rollouts
 
-        def stand_by() -> None:
-            with engine.session():
-                pass
-
-        add_baselines(batch, sample, module.score, stand_by=stand_by)
+        add_baselines(batch, sample, module.score, stand_by=engine.stand_by)
 
     @override
     def on_save_checkpoint(

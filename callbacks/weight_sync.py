@@ -140,7 +140,7 @@ class WeightSync(RLCallback):
         """
         if self._manager is None or self._rollout is not rollout or self._manager.engine is not module.actor:
             if self._under_way is not None:  # of a run that broke off: it has the checkpoint engine until it ends
-                self._under_way.wait()
+                self._under_way.failure()
                 self._under_way = None
             self._manager = self._build_manager(module, rollout)
             self._rollout = rollout
@@ -241,7 +241,7 @@ class WeightSync(RLCallback):
         update = self._under_way
         if update is None:
             return
-        update.wait()  # interrupted here, it stays noted
+        update.failure()  # waits; interrupted here, it stays noted
         self._under_way = None
         try:
             receipt = manager.finish_update(update)

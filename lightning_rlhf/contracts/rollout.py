@@ -179,6 +179,11 @@ class RolloutEngine(ABC):
         """
         yield
 
+    def stand_by(self) -> None:
+        """A session in which this rank samples nothing: others may need it in theirs. Collective, as `session`."""
+        with self.session():
+            pass
+
     @abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces the weights in place, by Hugging Face name. Does not set the version: the manager does."""

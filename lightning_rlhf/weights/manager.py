@@ -258,12 +258,9 @@ class CheckpointEngineManager:
             if not self.replicas:
                 continue
             kept = before.pop(name, None)
-            fits = kept is not None and (kept.shape, kept.dtype, kept.device) == (
-                tensor.shape,
-                tensor.dtype,
-                tensor.device,
-            )
-            self._copies[name] = kept.copy_(tensor.detach()) if kept is not None and fits else tensor.detach().clone()
+            if kept is None or (kept.shape, kept.dtype, kept.device) != (tensor.shape, tensor.dtype, tensor.device):
+                kept = torch.empty_like(tensor, requires_grad=False)
+            self._copies[name] = kept.copy_(tensor.detach())
         return self._copies
 
     def _bring(self, version: int, sent: SentSamples, parameters: Iterator[tuple[str, Tensor]]) -> int:

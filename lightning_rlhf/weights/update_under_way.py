@@ -37,10 +37,6 @@ class UpdateUnderWay:
         """Whether it has ended badly; does not wait."""
         return self._done.done() and self._done.exception() is not None
 
-    def wait(self) -> None:
-        """Waits for the end, good or bad."""
-        self._done.exception()
-
     def failure(self) -> BaseException | None:
         """Waits for the end; what went wrong, if anything did."""
         return self._done.exception()
