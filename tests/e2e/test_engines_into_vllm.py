@@ -13,12 +13,12 @@ import pytest
 import torch
 from support.fork import run_distributed
 from support.megatron_imports import megatron_is_imported  # noqa: F401 (a fixture)
+from support.replicas import steps_with_two_workers
 from support.rollout import largest_difference, perturb, prompt_batch
 from support.sharded import CPU, engine_config
 from support.tiny import tiny_model, write_tiny_model
-from support.toy import Recorder, toy_data, toy_module, toy_trainer
 
-from lightning_rlhf.callbacks import VLLMRollout, WeightSync
+from lightning_rlhf.callbacks import WeightSync
 from lightning_rlhf.callbacks.served_replicas import replicas_of
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
 from lightning_rlhf.contracts.rollout import SamplingConfig
@@ -159,30 +159,8 @@ def test_what_replicas_sample_is_what_the_trainer_scores(
     directory = write_tiny_model(tmp_path / "model", family="llama", tied=tied)
 
     def fit() -> list[dict[str, Any]]:
-        recorder = Recorder()
-        rollout = VLLMRollout(
-            mode="server",
-            tensor_parallel_size=2,
-            server={"threads": 1},
-            num_rollouts=4,
-            max_new_tokens=8,
-            max_model_len=64,
-            max_num_seqs=16,
-            kv_cache_bytes=16 << 20,
-        )
-        trainer = toy_trainer(
-            tmp_path,
-            callbacks=[WeightSync(engine=carrier, engine_kwargs=special.get(carrier)), recorder],
-            rollout=rollout,
-            weight_sync=False,
-            strategy=LAYOUTS[layout](),
-            devices=2,
-        )
-        try:
-            trainer.fit(toy_module(directory, max_rl_steps=3), toy_data())
-        finally:
-            rollout.shutdown()
-        return recorder.steps
+        sync = WeightSync(engine=carrier, engine_kwargs=special.get(carrier))
+        return steps_with_two_workers(tmp_path, directory, strategy=LAYOUTS[layout](), sync=sync)
 
     for steps in run_distributed(fit, 2, init_process_group=False, timeout=400.0):
         assert [step["versions"] for step in steps] == [[0], [1], [2]]

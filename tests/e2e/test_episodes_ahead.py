@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 from support.fork import run_distributed
-from support.replicas import config, fresh, push, tokens_generated
+from support.replicas import fresh, push, tokens_generated, two_replicas
 from support.rollout import naive_log_probs, perturb, prompt_batch
 from support.tiny import tiny_model, write_tiny_model
 from support.toy import Recorder, toy_module, toy_trainer
@@ -47,12 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> Iterator[ServedRolloutEngine]:
-    served = ServedRolloutEngine(
-        directory,
-        max_model_len=256,
-        fleet_configs=[config(directory, seed=index) for index in range(2)],
-        pool_settings={"max_deaths": 10},
-    )
+    served = two_replicas(directory)
     yield served
     served.shutdown()
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support.fork import run_distributed
+from support.replicas import steps_with_two_workers
 from support.rollout import largest_difference, perturb, prompt_batch
 from support.sharded import CPU, engine_config
 from support.tiny_experts import ExpertFamily, tiny_experts, write_tiny_experts
-from support.toy import Recorder, toy_data, toy_module, toy_trainer
 from support.vllm_imports import vllm_is_imported  # noqa: F401 (a fixture)
 
-from lightning_rlhf.callbacks import VLLMRollout, WeightSync
+from lightning_rlhf.callbacks import WeightSync
 from lightning_rlhf.callbacks.served_replicas import replicas_of
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
 from lightning_rlhf.contracts.rollout import SamplingConfig
@@ -167,30 +167,7 @@ def test_replicas_sample_from_the_experts_that_are_trained(tmp_path: Path, famil
     directory = write_tiny_experts(tmp_path / "model", family)
 
     def fit() -> list[dict[str, Any]]:
-        recorder = Recorder()
-        rollout = VLLMRollout(
-            mode="server",
-            tensor_parallel_size=2,
-            server={"threads": 1},
-            num_rollouts=4,
-            max_new_tokens=8,
-            max_model_len=64,
-            max_num_seqs=16,
-            kv_cache_bytes=16 << 20,
-        )
-        trainer = toy_trainer(
-            tmp_path,
-            callbacks=[WeightSync(engine="shm"), recorder],
-            rollout=rollout,
-            weight_sync=False,
-            strategy=strategy(),
-            devices=2,
-        )
-        try:
-            trainer.fit(toy_module(directory, max_rl_steps=3), toy_data())
-        finally:
-            rollout.shutdown()
-        return recorder.steps
+        return steps_with_two_workers(tmp_path, directory, strategy=strategy(), sync=WeightSync(engine="shm"))
 
     for steps in run_distributed(fit, 2, init_process_group=False, timeout=300.0):
         assert [step["versions"] for step in steps] == [[0], [1], [2]]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import requests
 import torch
-from support.replicas import config, fresh, push, tokens_generated
+from support.replicas import config, fresh, push, tokens_generated, two_replicas
 from support.rollout import largest_difference, naive_log_probs, perturb, prompt_batch
 from support.tiny import tiny_model, write_tiny_model
 from support.waiting import within
@@ -42,12 +42,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model_path: Path) -> Iterator[ServedRolloutEngine]:
     """Two replicas, for the tests that leave them as they were."""
-    served = ServedRolloutEngine(
-        model_path,
-        max_model_len=256,
-        fleet_configs=[config(model_path, seed=index) for index in range(2)],
-        pool_settings={"max_deaths": 10},
-    )
+    served = two_replicas(model_path)
     yield served
     served.shutdown()
 
