@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Piece:
     place: int
     num_bytes: int
 
-    @property
+    @cached_property
     def tensor_bytes(self) -> int:
         """Size of the whole tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
@@ -237,7 +238,8 @@ class _OpenBucket:
 
     def put(self, content: Tensor, *, name: str, dtype: str, shape: tuple[int, ...], start: int) -> None:
         place, size = self._place(), content.numel()
-        self.buffer[self.filled : place].zero_()  # the gap is part of the checksum
+        if self.filled < place:
+            self.buffer[self.filled : place].zero_()  # the gap is part of the checksum
         if self._sampled:
             copy_bytes(self.buffer[place : place + size], content)
         else:  # in parts, which are summed while they are in the cache still

@@ -51,18 +51,19 @@ class RunningChecksum:
         """The checksum of the first ``num_bytes`` bytes, 16 hexadecimal digits."""
         rows = (num_bytes - self._done) // ROW_BYTES
         if self._sampled and rows > BLOCK_ROWS:
-            whole = self._buffer[: rows * ROW_BYTES].view(torch.int64).view(rows, -1)
-            self._sums.append(whole[self._turn % SAMPLED_EVERY :: SAMPLED_EVERY, :SAMPLED_WORDS].sum(1))
+            first = self._turn % SAMPLED_EVERY
+            shape = (len(range(first, rows, SAMPLED_EVERY)), SAMPLED_WORDS)
+            words = self._buffer[first * ROW_BYTES : rows * ROW_BYTES].view(torch.int64)
+            self._sums.append(words.as_strided(shape, (SAMPLED_EVERY * ROW_BYTES // WORD, 1)).sum(1))
             self._done = rows * ROW_BYTES
         else:
             self._sum_rows(rows)
-        words = (num_bytes - self._done) // WORD
-        rest = self._buffer[self._done : self._done + words * WORD]
-        if words:
-            self._sums.append(rest.view(torch.int64).sum().reshape(1))
-        tail = self._buffer[self._done + words * WORD : num_bytes].cpu().tolist()
-        sums = torch.cat(self._sums).cpu().numpy().tobytes() if self._sums else b""
-        return hashlib.blake2b(sums + bytes(tail) + num_bytes.to_bytes(8, "little"), digest_size=8).hexdigest()
+        end = num_bytes // WORD * WORD
+        if self._done < end:
+            self._sums.append(self._buffer[self._done : end].view(torch.int64).sum(0, keepdim=True))
+        parts = self._sums if end == num_bytes else [*self._sums, self._buffer[end:num_bytes]]
+        content = b"".join(part.cpu().numpy().tobytes() for part in parts)
+        return hashlib.blake2b(content + num_bytes.to_bytes(8, "little"), digest_size=8).hexdigest()
 
     def _sum_rows(self, rows: int) -> None:
         if rows <= 0:

@@ -80,6 +80,7 @@ class FrameMemory:
         self.readers = readers
         self.words = memoryview(mapping)[:start].cast("Q")
         self.data = torch.frombuffer(mapping, dtype=torch.uint8, offset=start)
+        self.data_bytes = len(mapping) - start
         self._texts = memoryview(mapping)[:start]
 
     def taken(self, reader: int) -> int:
@@ -141,7 +142,7 @@ class FrameWriter:
             if waiting + num_bytes > self._in_flight_bytes or on_their_way == NUM_CARDS:
                 return None
         whole = num_bytes + following
-        together = 2 * whole <= len(self._memory.data)
+        together = 2 * whole <= self._memory.data_bytes
         place = self._reserved if self._reserved is not None else self._lowest_gap(whole if together else num_bytes)
         # Readers copy what they hold back if it is in the way. Not after this tensor has begun, whose frames they keep.
         words[_NEEDED] = self._published if place is None else 0
@@ -157,7 +158,7 @@ class FrameWriter:
             if place + num_bytes <= start:
                 break
             place = end
-        return place if place + num_bytes <= len(self._memory.data) else None
+        return place if place + num_bytes <= self._memory.data_bytes else None
 
     def publish(self, num_bytes: int, header: bytes) -> None:
         """Hands the frame over that lies in the memory which `room` gave last.
@@ -209,7 +210,7 @@ class FrameReader:
             return None
         word, text = self._memory.card(self._taken)
         place, num_bytes, header_bytes = words[word], words[word + 1], words[word + 2]
-        if place + num_bytes > len(self._memory.data) or header_bytes > HEADER_BYTES:
+        if place + num_bytes > self._memory.data_bytes or header_bytes > HEADER_BYTES:
             raise FrameError(f"Frame {self._taken}: {num_bytes} bytes at {place} lie outside the memory.")
         return Frame(content=self._memory.data[place : place + num_bytes], header=bytes(text[:header_bytes]))
 

@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-STREAM_BYTES = 256 << 10
+STREAM_BYTES = 64 << 10
 """Smaller copies stay in the cache, where plain stores are as fast."""
 _PART_BYTES = 4 << 20  # worth a thread of its own: a third of a millisecond
 _LINE_BYTES = 64
@@ -45,28 +45,21 @@ def copy_bytes(destination: Tensor, source: Tensor) -> None:
     size = source.numel()
     if destination.numel() != size:
         raise ValueError(f"{size} bytes do not fit {destination.numel()}.")
-    if size < STREAM_BYTES or {destination.device.type, source.device.type} != {"cpu"}:
+    if size < STREAM_BYTES or not (destination.is_cpu and source.is_cpu):
         destination.copy_(source)
+    else:
+        _copy(destination.data_ptr(), source.data_ptr(), size)
+
+
+def _copy(destination: int, source: int, size: int) -> None:
+    loop, parts = _loop(), min(torch.get_num_threads(), size // _PART_BYTES)
+    if parts <= 1:
+        loop(destination, source, size)
         return
-    first = -destination.data_ptr() % _LINE_BYTES
-    turns = (size - first) // _TURN_BYTES
-    end = first + turns * _TURN_BYTES
-    for start, stop in ((0, first), (end, size)):
-        if start < stop:
-            destination[start:stop].copy_(source[start:stop])
-    _copy_turns(destination.data_ptr() + first, source.data_ptr() + first, turns)
-
-
-def _copy_turns(destination: int, source: int, turns: int) -> None:
-    """Copies ``turns * _TURN_BYTES`` bytes between two addresses, the first one that of a whole line."""
-    parts = max(1, min(torch.get_num_threads(), turns * _TURN_BYTES // _PART_BYTES))
-    bounds = itertools.pairwise(turns * part // parts for part in range(parts + 1))
-    first, *others = [
-        (destination + start * _TURN_BYTES, source + start * _TURN_BYTES, end - start) for start, end in bounds
-    ]
-    loop = _loop()
-    under_way = [_threads().submit(loop, *part) for part in others]
-    loop(*first)
+    bounds = [size * part // parts // _LINE_BYTES * _LINE_BYTES for part in range(parts)]
+    first, *others = itertools.pairwise([*bounds, size])
+    under_way = [_threads().submit(loop, destination + start, source + start, end - start) for start, end in others]
+    loop(destination, source, first[1])
     for part in under_way:
         part.result()
 
@@ -80,37 +73,65 @@ os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has
 
 
 def _assembly() -> str:
+    """Single bytes up to the first whole line of the destination, then turns of whole lines, then single bytes."""
     lines = range(_LINES)
     return "\n".join(
         [
-            "define void @copy(ptr noalias %to, ptr noalias %from, i64 %turns) {",
+            "define void @copy(ptr noalias %to, ptr noalias %from, i64 %bytes) {",
             "begin:",
-            "  %lines = mul i64 %turns, " + str(_LINES),
-            "  %none = icmp eq i64 %lines, 0",
-            "  br i1 %none, label %end, label %turn",
+            "  %address = ptrtoint ptr %to to i64",
+            "  %over = sub i64 0, %address",
+            f"  %odd = and i64 %over, {_LINE_BYTES - 1}",
+            "  %head = call i64 @llvm.umin.i64(i64 %odd, i64 %bytes)",
+            "  %rest = sub i64 %bytes, %head",
+            f"  %whole = and i64 %rest, {-_TURN_BYTES}",
+            "  %end = add i64 %head, %whole",
+            "  br label %head.test",
+            *_byte_loop("head", first="0", before="begin", end="%head", then="turn.test"),
+            "turn.test:",
+            "  %at = phi i64 [%head, %head.test], [%next, %turn]",
+            "  %more = icmp ult i64 %at, %end",
+            "  br i1 %more, label %turn, label %tail.test",
             "turn:",
-            "  %line0 = phi i64 [0, %begin], [%next, %turn]",
-            *(f"  %line{k} = add i64 %line0, {k}" for k in lines[1:]),
-            *(f"  %from{k} = getelementptr <16 x i32>, ptr %from, i64 %line{k}" for k in lines),
-            *(f"  %to{k} = getelementptr <16 x i32>, ptr %to, i64 %line{k}" for k in lines),
-            *(f"  %bytes{k} = load <16 x i32>, ptr %from{k}, align 1" for k in lines),
-            *(f"  store <16 x i32> %bytes{k}, ptr %to{k}, align {_LINE_BYTES}, !nontemporal !0" for k in lines),
-            f"  %next = add i64 %line0, {_LINES}",
-            "  %more = icmp ult i64 %next, %lines",
-            "  br i1 %more, label %turn, label %end",
-            "end:",
+            "  %from.at = getelementptr i8, ptr %from, i64 %at",
+            "  %to.at = getelementptr i8, ptr %to, i64 %at",
+            *(f"  %from{k} = getelementptr <16 x i32>, ptr %from.at, i64 {k}" for k in lines),
+            *(f"  %to{k} = getelementptr <16 x i32>, ptr %to.at, i64 {k}" for k in lines),
+            *(f"  %line{k} = load <16 x i32>, ptr %from{k}, align 1" for k in lines),
+            *(f"  store <16 x i32> %line{k}, ptr %to{k}, align {_LINE_BYTES}, !nontemporal !0" for k in lines),
+            f"  %next = add i64 %at, {_TURN_BYTES}",
+            "  br label %turn.test",
+            *_byte_loop("tail", first="%end", before="turn.test", end="%bytes", then="done"),
+            "done:",
             # non-temporal stores are not ordered with those that follow, such as that of a counter
             "  fence seq_cst",
             "  ret void",
             "}",
+            "declare i64 @llvm.umin.i64(i64, i64)",
             "!0 = !{i32 1}",
         ]
     )
 
 
+def _byte_loop(name: str, *, first: str, before: str, end: str, then: str) -> list[str]:
+    return [
+        f"{name}.test:",
+        f"  %{name}.at = phi i64 [{first}, %{before}], [%{name}.next, %{name}.byte]",
+        f"  %{name}.more = icmp ult i64 %{name}.at, {end}",
+        f"  br i1 %{name}.more, label %{name}.byte, label %{then}",
+        f"{name}.byte:",
+        f"  %{name}.from = getelementptr i8, ptr %from, i64 %{name}.at",
+        f"  %{name}.to = getelementptr i8, ptr %to, i64 %{name}.at",
+        f"  %{name}.value = load i8, ptr %{name}.from",
+        f"  store i8 %{name}.value, ptr %{name}.to",
+        f"  %{name}.next = add i64 %{name}.at, 1",
+        f"  br label %{name}.test",
+    ]
+
+
 @cache
 def _loop() -> Callable[[int, int, int], None]:
-    """The compiled loop: destination's address, source's address, turns. It runs without the interpreter's lock."""
+    """The compiled loop: destination's address, source's address, bytes. It runs without the interpreter's lock."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -126,7 +147,7 @@ def _loop() -> Callable[[int, int, int], None]:
         engine.get_function_address("copy")
     )
 
-    def loop(destination: int, source: int, turns: int, *, _memory_of_the_code: object = engine) -> None:
-        function(destination, source, turns)
+    def loop(destination: int, source: int, size: int, *, _memory_of_the_code: object = engine) -> None:
+        function(destination, source, size)
 
     return loop
