@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 
@@ -10,7 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.weights.buckets import DTYPES, BucketError, BucketHeader, BucketPacker, BucketReader
-from lightning_rlhf.weights.checksum import BLOCK_BYTES, ROW_BYTES, RunningChecksum, checksum_of
+from lightning_rlhf.weights.checksum import (
+    BLOCK_BYTES,
+    ROW_BYTES,
+    SAMPLED_EVERY,
+    SAMPLED_WORDS,
+    RunningChecksum,
+    checksum_of,
+)
 from lightning_rlhf.weights.groups import FusedGroups, with_tied, without_tied
 from lightning_rlhf.weights.topology import build_topology
 
@@ -56,6 +64,21 @@ def test_places_by_hand() -> None:
     got = unpacked(buckets)
     assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
     assert got["e"].shape == (0, 3)
+
+
+def test_a_sampled_checksum_against_a_loop_in_memory_that_begins_elsewhere() -> None:
+    rows, turn = 100, 19
+    content = torch.randint(0, 255, (800 + rows * ROW_BYTES + 5 * 8 + 3,), dtype=torch.uint8)[800:]
+    data = content.numpy().tobytes()
+
+    def words(start: int, count: int) -> bytes:
+        total = sum(int.from_bytes(data[start + 8 * k : start + 8 * k + 8], "little") for k in range(count))
+        return (total % 2**64).to_bytes(8, "little")
+
+    sampled = [words(row * ROW_BYTES, SAMPLED_WORDS) for row in range(turn % SAMPLED_EVERY, rows, SAMPLED_EVERY)]
+    text = b"".join([*sampled, words(rows * ROW_BYTES, 5), data[-3:], len(data).to_bytes(8, "little")])
+    found = RunningChecksum(content, sampled=True, turn=turn).finish(len(data))
+    assert found == hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
