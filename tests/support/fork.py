@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -116,6 +117,7 @@ def _fork(rank: int, meeting: _Meeting, call: Callable[[], Any]) -> _Rank:
 def _child(parent: int, rank: int, meeting: _Meeting, pipe: Connection, call: Callable[[], Any]) -> NoReturn:
     """Be one rank. Never returns: what the parent has open and registered is not the child's to clean up."""
     status = 1
+    gc.freeze()  # nor to collect: a destructor may wait for a thread that only the parent has
     try:
         os.setpgid(0, 0)  # so that the parent can kill what this rank has started as well
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
