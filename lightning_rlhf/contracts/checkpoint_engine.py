@@ -107,8 +107,9 @@ class CheckpointEngine(ABC):
 
         Args:
             destinations: memory of the consumer's own, by name: a tensor of one of these names is copied there, by the
-                shortest way that the engine has, and what is yielded is the destination itself. They hold nothing that
-                may be used before the sync has ended well.
+                shortest way that the engine has, into the destination's dtype, and what is yielded is the destination
+                itself. Each is asked for by name when it is about to be written. They hold nothing that may be used
+                before the sync has ended well.
         """
 
     @abstractmethod

@@ -188,6 +188,13 @@ class RolloutEngine(ABC):
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces the weights in place, by Hugging Face name. Does not set the version: the manager does."""
 
+    def weight_destinations(self) -> Mapping[str, Tensor]:
+        """The engine's own tensors, by name, that `load_weights` fills by copying one tensor of the push as it is.
+
+        A push from another process may be written there at once, and `load_weights` is then given these tensors.
+        """
+        return {}
+
     @abstractmethod
     def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The engine's own copy of the named tensors, for those it holds under that name and layout; others absent."""

@@ -192,16 +192,23 @@ class HFReferenceEngine(RolloutEngine):
         try:
             in_files = {}
             for name, tensor in self._names.check(named_tensors):
-                if name in own:
-                    own[name].copy_(tensor)
-                else:
+                if name not in own:
                     in_files[name] = tensor.to(self._device, copy=True)
+                elif own[name].data_ptr() != tensor.data_ptr():  # else it has been written there
+                    own[name].copy_(tensor)
             if in_files:
                 self._join(in_files, own)
             complete = True
         finally:
             if not complete:
                 self.weight_version = None
+
+    @override
+    def weight_destinations(self) -> dict[str, Tensor]:
+        """All of the model; what a push brings in the form of files goes elsewhere first."""
+        if "weights" in self._gate.asleep:
+            return {}
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name in self._names.shapes}
 
     def _join(self, in_files: dict[str, Tensor], own: dict[str, Tensor]) -> None:
         """Fills tensors that transformers makes of several ones of a file, by its own loader."""

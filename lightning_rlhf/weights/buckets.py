@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_rlhf.weights.bucket_header import DTYPES, BucketError, BucketHeader, Piece
 from lightning_rlhf.weights.checksum import BLOCK_BYTES, RunningChecksum, as_bytes
 from lightning_rlhf.weights.streaming import copy_bytes
 
@@ -26,102 +24,6 @@ ALIGNMENT = 64
 _NUMBER_BYTES = 22  # an integer of 64 bits, a comma and a space
 _ENTRY_BYTES = 4 * _NUMBER_BYTES  # of a header: start, place, size; dtype and brackets
 _LONGEST_ENTRY = 2048
-
-_DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
-    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-)
-DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
-"""The dtypes that travel, by name."""
-
-
-class BucketError(RuntimeError):
-    """A bucket is not what was sent: corrupted, out of order, or inconsistent."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Bytes of one tensor in one bucket.
-
-    Attributes:
-        name: the tensor's.
-        dtype: its name in `DTYPES`.
-        shape: of the whole tensor.
-        start: first byte, counted in the tensor.
-        place: first byte, counted in the bucket.
-        num_bytes: how many.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    place: int
-    num_bytes: int
-
-    @cached_property
-    def tensor_bytes(self) -> int:
-        """Size of the whole tensor."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketHeader:
-    """What lies in one bucket.
-
-    Attributes:
-        index: its number in this sync, from 0.
-        num_bytes: bytes in use.
-        checksum: of those bytes (`RunningChecksum`).
-        pieces: in the order of the bytes.
-    """
-
-    index: int
-    num_bytes: int
-    checksum: str
-    pieces: tuple[Piece, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; a piece is the list of its fields."""
-        pieces = [[p.name, p.dtype, list(p.shape), p.start, p.place, p.num_bytes] for p in self.pieces]
-        return {"index": self.index, "num_bytes": self.num_bytes, "checksum": self.checksum, "pieces": pieces}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> BucketHeader:
-        """From what `to_json` gave.
-
-        Raises:
-            BucketError: if a field is missing, or a piece lies outside the bucket or its tensor.
-        """
-        try:
-            pieces = tuple(
-                Piece(
-                    name=str(name),
-                    dtype=str(dtype),
-                    shape=tuple(int(size) for size in shape),
-                    start=int(start),
-                    place=int(place),
-                    num_bytes=int(num_bytes),
-                )
-                for name, dtype, shape, start, place, num_bytes in values["pieces"]
-            )
-            header = cls(
-                index=int(values["index"]),
-                num_bytes=int(values["num_bytes"]),
-                checksum=str(values["checksum"]),
-                pieces=pieces,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise BucketError(f"A bucket's header cannot be read: {error!r}.") from error
-        for piece in pieces:
-            if piece.dtype not in DTYPES:
-                raise BucketError(f"{piece.name}: dtype {piece.dtype!r} is unknown here; known: {', '.join(DTYPES)}.")
-            inside = 0 <= piece.place <= piece.place + piece.num_bytes <= header.num_bytes
-            if not inside or not 0 <= piece.start <= piece.start + piece.num_bytes <= piece.tensor_bytes:
-                raise BucketError(f"Bucket {header.index}: {piece} lies outside its bucket or its tensor.")
-        return header
 
 
 class BucketPacker:
@@ -165,19 +67,12 @@ class BucketPacker:
         Raises:
             ValueError: for a name that comes twice, and a tensor that is sparse or of an unknown dtype.
         """
-        names: set[str] = set()
-        for name, tensor in named_tensors:
-            if name in names:
-                raise ValueError(f"Weight push: {name!r} comes twice.")
-            names.add(name)
-            yield from self._add(name, tensor)
+        for name, dtype, tensor in checked(named_tensors):
+            yield from self._add(name, dtype, tensor)
         if self._open is not None:
             yield self._close(self._open)
 
-    def _add(self, name: str, tensor: Tensor) -> Iterator[BucketHeader]:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES or tensor.layout != torch.strided:
-            raise ValueError(f"{name}: {tensor.layout} of {tensor.dtype} cannot be sent; dense: {', '.join(DTYPES)}.")
+    def _add(self, name: str, dtype: str, tensor: Tensor) -> Iterator[BucketHeader]:
         content = as_bytes(tensor)
         size, start = content.numel(), 0
         alone = self._enough is not None and size > self._enough
@@ -250,6 +145,23 @@ class _OpenBucket:
         self.filled = place + size
         self.pieces.append(Piece(name=name, dtype=dtype, shape=shape, start=start, place=place, num_bytes=size))
         self.header_bytes += len(json.dumps(name)) + _ENTRY_BYTES + _NUMBER_BYTES * len(shape)
+
+
+def checked(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:
+    """Gives name, dtype's name in `DTYPES` and tensor.
+
+    Raises:
+        ValueError: for a name that comes twice, and a tensor that is sparse or of an unknown dtype.
+    """
+    names: set[str] = set()
+    for name, tensor in named_tensors:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if name in names:
+            raise ValueError(f"Weight push: {name!r} comes twice.")
+        if dtype not in DTYPES or tensor.layout != torch.strided:
+            raise ValueError(f"{name}: {tensor.layout} of {tensor.dtype} cannot be sent; dense: {', '.join(DTYPES)}.")
+        names.add(name)
+        yield name, dtype, tensor
 
 
 class BucketReader:

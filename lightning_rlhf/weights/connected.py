@@ -45,6 +45,9 @@ class ConnectedCheckpointEngine(CheckpointEngine):
         fused_groups: modules that are delivered together or not at all.
         checksum: ``"full"`` reads every byte of a bucket, ``"sampled"`` one in 16 of large ones (`RunningChecksum`);
             None is the engine's own choice.
+
+    Attributes:
+        ready: what each receiver said about itself at the beginning of this sync (`readiness`), on the sender's side.
     """
 
     remote = True
@@ -74,6 +77,7 @@ class ConnectedCheckpointEngine(CheckpointEngine):
         self._host = host
         self._hub: Hub | None = None
         self._members: tuple[str, ...] = ()
+        self.ready: dict[str, Message] = {}
         self._invitation: Invitation | None = None
         self._channel: Channel | None = None
         self._first: Message | None = None
@@ -155,7 +159,7 @@ class ConnectedCheckpointEngine(CheckpointEngine):
 
     def _send(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         self.tell({"type": "begin", "tied": self.tied}, phase="begin")
-        answers = self.hear_all("ready", phase="begin")
+        self.ready = answers = self.hear_all("ready", phase="begin")
         stream = without_tied(named_tensors, self.tied)
         if self.transform is not None:
             stream = self.transform.encode(stream, bases=[answer.get("base") for answer in answers.values()])
@@ -261,7 +265,7 @@ class ConnectedCheckpointEngine(CheckpointEngine):
             destinations: see `CheckpointEngine.receive_weights`.
 
         Raises:
-            ValueError: if a tensor's destination has another dtype or shape.
+            ValueError: if a tensor's destination has another shape.
             PeerError: if the sender is gone, silent for ``PATIENCE`` times the timeout, or has aborted.
             BucketError: if a bucket is corrupted. What was yielded so far must not be used.
         """
@@ -303,8 +307,12 @@ class ConnectedCheckpointEngine(CheckpointEngine):
             channel.send({"type": "attached"}, phase="group", timeout=self.timeout)
             message = self.expect(channel, ("begin",), phase="begin")
         base = None if self.transform is None else self.transform.base
-        channel.send({"type": "ready", "base": base}, phase="begin", timeout=self.timeout)
+        channel.send({"type": "ready", "base": base, **self.readiness()}, phase="begin", timeout=self.timeout)
         return message
+
+    def readiness(self) -> Message:
+        """What the sender must know of this receiver before the body of a sync."""
+        return {}
 
     def attach_to(self, offer: Mapping[str, Any]) -> None:
         """The receiver's part of ``attach``."""

@@ -22,7 +22,7 @@ from lightning_rlhf.contracts.checkpoint_engine import (
     Invitation,
     Topology,
 )
-from lightning_rlhf.weights.buckets import BucketError
+from lightning_rlhf.weights.bucket_header import BucketError
 from lightning_rlhf.weights.checksum import as_bytes, checksum_of
 from lightning_rlhf.weights.connected import ConnectedCheckpointEngine
 from lightning_rlhf.weights.transform import NamedTensors, StreamTransform

@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
-from lightning_rlhf.weights.buckets import BucketError
+from lightning_rlhf.weights.bucket_header import BucketError
 from lightning_rlhf.weights.channel import Channel
 from lightning_rlhf.weights.checksum import checksum_of
 from lightning_rlhf.weights.connected import ConnectedCheckpointEngine

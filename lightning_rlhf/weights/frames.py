@@ -47,6 +47,8 @@ _SPIN_SECONDS = 5e-3
 _PAUSE = 1e-3
 
 Found = TypeVar("Found")
+Pause = Callable[[float], None]
+"""Sleeps for at most this many seconds; raises when there is no reason to wait any longer."""
 
 
 class FrameError(RuntimeError):
@@ -71,16 +73,17 @@ class FrameMemory:
     """The mapped memory, as counters, cards and data.
 
     Args:
-        mapping: `control_bytes` and the data.
+        mapping: `control_bytes` and the data; what follows is not touched.
         readers: how many there are.
+        data_bytes: how much data there is room for.
     """
 
-    def __init__(self, mapping: mmap.mmap, *, readers: int) -> None:
+    def __init__(self, mapping: mmap.mmap, *, readers: int, data_bytes: int) -> None:
         start = control_bytes(readers)
         self.readers = readers
         self.words = memoryview(mapping)[:start].cast("Q")
-        self.data = torch.frombuffer(mapping, dtype=torch.uint8, offset=start)
-        self.data_bytes = len(mapping) - start
+        self.data = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=data_bytes)
+        self.data_bytes = data_bytes
         self._texts = memoryview(mapping)[:start]
 
     def taken(self, reader: int) -> int:
@@ -203,6 +206,10 @@ class FrameReader:
         self._taken_word, self._released_word = memory.taken(reader), memory.released(reader)
         self._taken = self._released = 0
 
+    def published(self) -> int:
+        """How many frames have been published."""
+        return self._memory.words[_PUBLISHED]
+
     def next(self) -> Frame | None:
         """The next frame, if there is one: the first that is not taken."""
         words = self._memory.words
@@ -229,14 +236,14 @@ class FrameReader:
         return min(self._memory.words[_NEEDED], self._taken) > self._released
 
 
-def wait_for(attempt: Callable[[], Found | None], *, pause: Callable[[float], None]) -> Found:
+def wait_for(attempt: Callable[[], Found | None], *, pause: Pause) -> Found:
     """Tries until there is a result: for five milliseconds, letting others run in between, then with pauses.
 
     A frame takes less than a millisecond, and to wake up from a pause may take as long.
 
     Args:
         attempt: gives the result, or None.
-        pause: sleeps for at most this many seconds; raises when there is no reason to wait any longer.
+        pause: see `Pause`.
     """
     end = time.perf_counter() + _SPIN_SECONDS
     while True:

@@ -106,17 +106,17 @@ def with_tied(named_tensors: Iterable[tuple[str, Tensor]], tied: Mapping[str, st
 
 
 def into_destination(name: str, tensor: Tensor, destinations: Mapping[str, Tensor]) -> Tensor:
-    """The tensor's destination, which holds it then; the tensor itself if it has none.
+    """The tensor's destination, which holds it then, in its own dtype; the tensor itself if it has none.
 
     Raises:
-        ValueError: if dtype or shape differ.
+        ValueError: if the shapes differ.
     """
     destination = destinations.get(name)
     if destination is None or destination is tensor:
         return tensor
-    if destination.dtype != tensor.dtype or destination.shape != tensor.shape:
+    if destination.shape != tensor.shape:
         raise ValueError(
             f"Weight push: {name} is {tensor.dtype} {list(tensor.shape)}, but its destination is {destination.dtype} "
-            f"{list(destination.shape)}: give none for tensors that have to be converted."
+            f"{list(destination.shape)}: give none for tensors that are not taken as they are."
         )
     return destination.copy_(tensor)

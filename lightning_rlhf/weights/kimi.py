@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
 from lightning_rlhf.weights.broadcast_group import joined_store, listening_store, make_group
-from lightning_rlhf.weights.buckets import DTYPES, BucketError
+from lightning_rlhf.weights.bucket_header import DTYPES, BucketError
 from lightning_rlhf.weights.channel import Channel, PeerError
 from lightning_rlhf.weights.connected import PATIENCE, ConnectedCheckpointEngine
 from lightning_rlhf.weights.kimi_portions import Portion, PortionPacker, upstream_metas

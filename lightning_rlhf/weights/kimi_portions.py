@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.weights.buckets import DTYPES, BucketError
+from lightning_rlhf.weights.bucket_header import DTYPES, BucketError
 from lightning_rlhf.weights.checksum import RunningChecksum, as_bytes
 
 ALIGNMENT = 256

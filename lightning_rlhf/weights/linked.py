@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rlhf.weights.buckets import BucketHeader, BucketPacker, BucketReader
+from lightning_rlhf.weights.bucket_header import BucketHeader
+from lightning_rlhf.weights.buckets import BucketPacker, BucketReader
 from lightning_rlhf.weights.channel import Channel, Message, PeerError
 from lightning_rlhf.weights.connected import ConnectedCheckpointEngine
 from lightning_rlhf.weights.link import NUM_SLOTS, ReceiverLink, SenderLink

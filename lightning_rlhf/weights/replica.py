@@ -6,7 +6,7 @@ one calls `serve_replica`; the trainer's side of it is a `RemoteReplica`, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry, Invitation
 from lightning_rlhf.contracts.replica import Replica, Verb
 from lightning_rlhf.contracts.rollout import RolloutEngine
-from lightning_rlhf.weights.buckets import DTYPES
+from lightning_rlhf.weights.bucket_header import DTYPES
 from lightning_rlhf.weights.channel import Channel, Hub, PeerError, join_hub
 from lightning_rlhf.weights.checksum import as_bytes
 from lightning_rlhf.weights.receipt import sample_elements, sample_rows
@@ -80,8 +80,10 @@ class ReplicaServant:
 
     def _load(self, invitations: Sequence[Invitation]) -> None:
         carrier = self._shared or self._joined(invitations)
+        own = {} if self._shared is not None else self.rollout.weight_destinations()
+        arrivals = carrier.receive_weights(_Watched(own, when_used=self._touch))
         try:
-            self.rollout.load_weights(self._touching(carrier.receive_weights()))
+            self.rollout.load_weights(self._touching(arrivals))
         finally:
             if self._shared is None:
                 carrier.finalize()
@@ -99,8 +101,11 @@ class ReplicaServant:
 
     def _touching(self, named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for named_tensor in named_tensors:
-            self._version_before = None  # the old weights are going
+            self._touch()
             yield named_tensor
+
+    def _touch(self) -> None:
+        self._version_before = None  # the old weights are going
 
     def _restore(self) -> None:
         if self._version_before is not None:
@@ -113,6 +118,29 @@ class ReplicaServant:
         if self._own is not None:
             self._own[1].close()
             self._own = None
+
+
+class _Watched(Mapping[str, Tensor]):
+    """Tensors of which it matters when the first one is asked for by name: to be written. To look at all is no use."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, when_used: Callable[[], None]) -> None:
+        self._tensors = tensors
+        self._when_used = when_used
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        self._when_used()
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @override
+    def values(self) -> ValuesView[Tensor]:
+        return self._tensors.values()
 
 
 def pack_sample(sample: Tensor, *, first: int = 0) -> dict[str, str | int]:

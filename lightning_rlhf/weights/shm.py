@@ -7,6 +7,9 @@ the memory (`frames`). Whoever waits for the other side looks at the connection 
     S       frame    without either: the last one
     S -> R  end      how many buckets there were
 
+If all receivers have tensors copied to memory of their own, and nobody copies with several threads, the first frame
+says instead that all comes through the `pipe`.
+
 With ``device="cuda:<i>"`` buckets are filled on that GPU instead, receivers map its memory (`cuda_ipc`), and each
 bucket takes two messages (see `linked`). Else tensors on a GPU pass through host memory.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,26 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
-from lightning_rlhf.weights.buckets import ALIGNMENT, BucketHeader, BucketPacker
+from lightning_rlhf.weights.bucket_header import BucketError, BucketHeader
+from lightning_rlhf.weights.buckets import ALIGNMENT, BucketPacker
 from lightning_rlhf.weights.channel import Channel, Message, PeerError, readable
 from lightning_rlhf.weights.connected import PATIENCE
 from lightning_rlhf.weights.cuda_ipc import CudaIPCReceiverLink, CudaIPCSenderLink
-from lightning_rlhf.weights.frames import HEADER_BYTES, Frame, FrameReader, FrameWriter, counters_suffice, wait_for
+from lightning_rlhf.weights.frames import (
+    HEADER_BYTES,
+    Frame,
+    FrameError,
+    FrameReader,
+    FrameWriter,
+    Pause,
+    counters_suffice,
+    wait_for,
+)
 from lightning_rlhf.weights.link import ReceiverLink, SenderLink
 from lightning_rlhf.weights.linked import LinkedCheckpointEngine
+from lightning_rlhf.weights.pipe import PipeReader, PipeWriter
 from lightning_rlhf.weights.shm_link import PREFIX, ShmReceiverLink, ShmSenderLink
+from lightning_rlhf.weights.whole_tensors import WholeTensorReader, with_headers
 
 ENOUGH_BYTES = 16 << 20
 """Of a frame: small enough that receivers start early, large enough that what is done once a frame costs nothing."""
@@ -40,6 +55,8 @@ ENOUGH_BYTES = 16 << 20
 
 _LAST = b""
 """Header of the frame after the last bucket's: whoever waits for a frame looks for messages only after a while."""
+_PIPE = b"pipe"
+"""Header of the frame after which the pipe is used."""
 
 
 @CheckpointEngineRegistry.register("shm")
@@ -77,6 +94,7 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         self.handover = handover or ("counters" if counters_suffice() and not on_gpu else "messages")
         super().__init__(**kwargs)
         self._directory = Path(directory)
+        self._whole_reader = WholeTensorReader(before_reuse=self.before_reuse)
         self._end: Message | None = None
 
     @override
@@ -109,10 +127,16 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         link = self._sender_link
         if self.handover == "messages" or not isinstance(link, ShmSenderLink):
             return super().send_body(stream)
-        writer, count = link.frames, 0
+        writer = link.frames
+        room = self._room_in(writer)
+        if self._takes_pipe() and all(answer["takes_pipe"] for answer in self.ready.values()):
+            room(0, 0)
+            writer.publish(0, _PIPE)
+            return {"buckets": self._send_piped(link.pipe, stream)}
+        count = 0
         packer = BucketPacker(
             bucket_bytes=self.bucket_bytes,
-            buffer=lambda num_bytes, following: self._room(writer, num_bytes, following),
+            buffer=room,
             sampled=self.checksum == "sampled",
             enough=max(ALIGNMENT, min(ENOUGH_BYTES, self.bucket_bytes // 4)),
             header_bytes=HEADER_BYTES,
@@ -120,30 +144,60 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         for header in packer.pack(stream):
             writer.publish(header.num_bytes, json.dumps(header.to_json()).encode())
             count += 1
-        self._room(writer, 0, 0)
+        room(0, 0)
         writer.publish(0, _LAST)
         return {"buckets": count}
 
-    def _room(self, writer: FrameWriter, num_bytes: int, following: int) -> Tensor:
+    def _send_piped(self, pipe: PipeWriter, stream: Iterator[tuple[str, Tensor]]) -> int:
+        """Sends all tensors through the pipe; how many."""
+        count, pause = 0, self._watch_receivers(pipe.read_positions, pipe.late)
+        pipe.restart()
+        for header, content in with_headers(stream):
+            pipe.write(header, content, pause=pause)
+            count += 1
+        pipe.end(pause=pause)
+        return count
+
+    def _room_in(self, writer: FrameWriter) -> Callable[[int, int], Tensor]:
         """Memory for the next frame; waits for receivers, none of which may stand still for longer than the timeout."""
+        pause = self._watch_receivers(writer.counts, writer.late)
+        return lambda num_bytes, following: wait_for(lambda: writer.room(num_bytes, following=following), pause=pause)
+
+    def _watch_receivers(self, progress: Callable[[], object], late: Callable[[], list[int]]) -> Pause:
+        """Pauses until receivers go on: a fresh timeout each time that they have.
+
+        Args:
+            progress: differs when one has gone on.
+            late: numbers of those that are waited for.
+        """
         channels = [self._sender_hub().channels[name] for name in self._members]
-        seen, end = writer.counts(), time.monotonic() + self.timeout
+        seen, end = progress(), time.monotonic() + self.timeout
 
         def pause(seconds: float) -> None:
             nonlocal seen, end
             if readable(channels, timeout=seconds):
                 peer, message = self.hear(self._members, phase="receive")
                 raise PeerError(f"said {message['type']!r} before the end.", peer=peer, phase="receive")
-            now, counts = time.monotonic(), writer.counts()
-            if counts != seen:
-                seen, end = counts, now + self.timeout
+            now, moved = time.monotonic(), progress()
+            if moved != seen:
+                seen, end = moved, now + self.timeout
             elif now > end:
-                names = ", ".join(self._members[reader] for reader in writer.late())
+                names = ", ".join(self._members[reader] for reader in late())
                 raise PeerError(f"no answer within {self.timeout:g} s.", peer=names, phase="receive")
 
-        return wait_for(lambda: writer.room(num_bytes, following=following), pause=pause)
+        return pause
 
     # --- the receiver's side -----------------------------------------------------------------------------------------
+
+    @override
+    def readiness(self) -> Message:
+        destinations = self.direct_destinations().values()
+        on_host = bool(destinations) and all(tensor.is_cpu for tensor in destinations)
+        return {"takes_pipe": on_host and self._takes_pipe()}
+
+    def _takes_pipe(self) -> bool:
+        """What one thread carries through the pipe, several carry faster by way of frames."""
+        return self.handover == "counters" and self.checksum == "sampled" and torch.get_num_threads() == 1
 
     @override
     def receive_body(self, channel: Channel) -> Iterator[tuple[str, Tensor]]:
@@ -154,7 +208,8 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         reader.restart(self.direct_destinations())
         self._end = None
         frames = link.frames
-        while (frame := self._next_frame(channel, frames)).header != _LAST:
+        pause = self._watch_sender(channel, frames.published)
+        while (frame := self._next_frame(frames, pause)).header not in (_LAST, _PIPE):
             header = BucketHeader.from_json(json.loads(frame.header))
             if header.num_bytes != frame.content.numel():
                 raise PeerError(
@@ -168,15 +223,27 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
                 frames.release()
         frames.take()
         frames.release()
+        if frame.header == _PIPE:
+            yield from self._receive_piped(channel, link.pipe)
+        else:
+            reader.finish(int(self._last_message(channel)["buckets"]))
+
+    def _receive_piped(self, channel: Channel, pipe: PipeReader) -> Iterator[tuple[str, Tensor]]:
+        reader, pause = self._whole_reader, self._watch_sender(channel, pipe.written)
+        reader.restart(self.direct_destinations())
+        while (header := pipe.header(pause=pause)) is not None:
+            name, tensor, content = reader.landing(header)
+            try:
+                pipe.read(content, pause=pause)
+            except FrameError as error:
+                raise BucketError(f"{name} is {error}. The weights must not be used.") from error
+            yield name, tensor
         reader.finish(int(self._last_message(channel)["buckets"]))
 
     def _last_message(self, channel: Channel) -> Message:
         return self._end or self.expect(channel, ("end",), phase="receive")
 
-    def _next_frame(self, channel: Channel, frames: FrameReader) -> Frame:
-        """The next frame; the message that ends the sync may come while it is waited for."""
-        deadline = time.monotonic() + PATIENCE * self.timeout
-
+    def _next_frame(self, frames: FrameReader, pause: Pause) -> Frame:
         def attempt() -> Frame | None:
             frame = frames.next()
             if frame is None and frames.is_needed():
@@ -184,10 +251,20 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
                 frames.release()
             return frame
 
+        return wait_for(attempt, pause=pause)
+
+    def _watch_sender(self, channel: Channel, progress: Callable[[], int]) -> Pause:
+        """Pauses until the sender goes on; the message that ends the sync may come meanwhile."""
+        seen, deadline = progress(), time.monotonic() + PATIENCE * self.timeout
+
         def pause(seconds: float) -> None:
+            nonlocal seen, deadline
             if channel.holds_message() or readable([channel], timeout=seconds):
                 self._end = self.expect(channel, ("end",), phase="receive")
-            elif time.monotonic() > deadline:
+            now, moved = time.monotonic(), progress()
+            if moved != seen:
+                seen, deadline = moved, now + PATIENCE * self.timeout
+            elif now > deadline:
                 raise PeerError(f"no answer within {PATIENCE * self.timeout:g} s.", peer=channel.peer, phase="receive")
 
-        return wait_for(attempt, pause=pause)
+        return pause

@@ -12,20 +12,52 @@ import mmap
 import os
 import secrets
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rlhf.weights.frames import FrameMemory, FrameReader, FrameWriter, control_bytes
 from lightning_rlhf.weights.link import NUM_SLOTS, ReceiverLink, SenderLink
+from lightning_rlhf.weights.pipe import PipeMemory, PipeReader, PipeWriter, pipe_bytes, ring_bytes
 
 PREFIX = "lightning_rlhf-"
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Where things lie in the file: frames (or slots in their place), and the pipe, at a memory page.
+
+    Attributes:
+        bucket_bytes: of one slot.
+        readers: how many there are.
+    """
+
+    bucket_bytes: int
+    readers: int
+
+    @property
+    def _pipe_place(self) -> int:
+        end = control_bytes(self.readers) + NUM_SLOTS * self.bucket_bytes
+        return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pipe_place + pipe_bytes(ring_bytes(self.bucket_bytes), readers=self.readers)
+
+    def frames(self, mapping: mmap.mmap) -> FrameMemory:
+        return FrameMemory(mapping, readers=self.readers, data_bytes=NUM_SLOTS * self.bucket_bytes)
+
+    def pipe(self, mapping: mmap.mmap) -> PipeMemory:
+        memory = torch.frombuffer(mapping, dtype=torch.uint8, offset=self._pipe_place)
+        return PipeMemory(memory, ring=ring_bytes(self.bucket_bytes), readers=self.readers)
+
+
 class ShmSenderLink(SenderLink):
-    """Creates the file and writes to it, either frames or slots.
+    """Creates the file and writes to it: frames, the pipe, or slots.
 
     Args:
         directory: of the file.
@@ -38,19 +70,20 @@ class ShmSenderLink(SenderLink):
         self._receivers = receivers
         self._path = directory / f"{PREFIX}{secrets.token_hex(8)}"
         self._locked: int | None = None
-        num_bytes = control_bytes(len(receivers)) + NUM_SLOTS * bucket_bytes
+        layout = _Layout(bucket_bytes, len(receivers))
         try:
-            mapping = self._create(num_bytes)
+            mapping = self._create(layout.num_bytes)
         except OSError as error:
             self.attached()
             free = os.statvfs(directory)
             raise OSError(
                 error.errno,
-                f"{directory} has no room for {num_bytes} bytes, {NUM_SLOTS} buckets of {bucket_bytes} "
+                f"{directory} has no room for {layout.num_bytes} bytes, {NUM_SLOTS} buckets of {bucket_bytes} "
                 f"({free.f_bavail * free.f_frsize} free): enlarge it, or choose a smaller bucket_bytes ({error}).",
             ) from error
-        memory = FrameMemory(mapping, readers=len(receivers))
+        memory = layout.frames(mapping)
         self.frames = FrameWriter(memory)
+        self.pipe = PipeWriter(layout.pipe(mapping))
         self.slots = memory.data.split(bucket_bytes)
 
     def _create(self, num_bytes: int) -> mmap.mmap:
@@ -94,13 +127,15 @@ class ShmReceiverLink(ReceiverLink):
     copies = False
 
     def __init__(self, path: Path, bucket_bytes: int, *, reader: int, readers: int) -> None:
+        layout = _Layout(bucket_bytes, readers)
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            mapping = mmap.mmap(descriptor, control_bytes(readers) + NUM_SLOTS * bucket_bytes)
+            mapping = mmap.mmap(descriptor, layout.num_bytes)
         finally:
             os.close(descriptor)
-        memory = FrameMemory(mapping, readers=readers)
+        memory = layout.frames(mapping)
         self.frames = FrameReader(memory, reader=reader)
+        self.pipe = PipeReader(layout.pipe(mapping), reader=reader)
         self._slots: list[Tensor] = list(memory.data.split(bucket_bytes))
 
     @override

@@ -43,10 +43,11 @@ class TinyTrainer:
 
 
 class TinyRollout(RolloutEngine):
-    """Notes what is asked of it; goes wrong where it is told."""
+    """Notes what is asked of it; goes wrong where it is told; may have a push written into its own weights."""
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault: str = "", *, owns: bool = False) -> None:
         self.fault = fault
+        self.owns = owns
         self.weights: dict[str, Tensor] = {}
         self.events: list[str] = []
         self.pushes = 0
@@ -63,6 +64,9 @@ class TinyRollout(RolloutEngine):
             if self.pushes == 2 and self.fault == f"stale {name}":
                 continue
             self.weights[name] = tensor.clone()
+
+    def weight_destinations(self) -> dict[str, Tensor]:
+        return self.weights if self.owns else {}
 
     def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         self.events.append("read")
@@ -101,9 +105,9 @@ class TinyRollout(RolloutEngine):
 class Served(Forked):
     """A replica in its own process; sends its events and weights when its trainer has gone."""
 
-    def __init__(self, hub: ReplicaHub, name: str, fault: str = "") -> None:
+    def __init__(self, hub: ReplicaHub, name: str, fault: str = "", *, owns: bool = False) -> None:
         def work(pipe: Any) -> None:
-            rollout = TinyRollout(fault)
+            rollout = TinyRollout(fault, owns=owns)
             serve_replica(rollout, address=hub.address, token=hub.token, replica_id=name, timeout=5.0)
             pipe.send((rollout.events, {key: float(value[0, 0]) for key, value in rollout.weights.items()}))
 
@@ -125,7 +129,7 @@ def new_manager(
     )
 
 
-def start(faults: dict[str, str]) -> tuple[ReplicaHub, list[Served], Any]:
+def start(faults: dict[str, str], *, owns: bool = False) -> tuple[ReplicaHub, list[Served], Any]:
     hub = ReplicaHub()
-    served = [Served(hub, name, fault) for name, fault in faults.items()]
+    served = [Served(hub, name, fault, owns=owns) for name, fault in faults.items()]
     return hub, served, hub.replicas(list(faults), timeout=5.0)

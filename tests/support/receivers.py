@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,12 +19,14 @@ from torch import Tensor
 
 import lightning_rlhf.weights  # noqa: F401 (registers the engines)
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry, Invitation
-from lightning_rlhf.weights.buckets import BucketHeader
+from lightning_rlhf.weights.bucket_header import BucketHeader
 from lightning_rlhf.weights.checksum import as_bytes
 from lightning_rlhf.weights.connected import ConnectedCheckpointEngine
 from lightning_rlhf.weights.disk import DiskCheckpointEngine
 from lightning_rlhf.weights.kimi import KimiCheckpointEngine
 from lightning_rlhf.weights.linked import LinkedCheckpointEngine
+from lightning_rlhf.weights.pipe import PipeReader
+from lightning_rlhf.weights.shm_link import ShmSenderLink
 
 Packed = tuple[str, tuple[int, ...], bytes]
 
@@ -69,16 +72,20 @@ class Receiver(Forked):
     """Takes one sync for each `sync`.
 
     A ``fault`` is the phase in which to die, or ``hang``, ``slow``, ``raise``, ``flip``.
+
+    Args:
+        invitation: whom to join.
+        own: memory of its own for tensors of these names.
     """
 
-    def __init__(self, invitation: Invitation) -> None:
-        super().__init__(lambda pipe: _serve(pipe, invitation))
+    def __init__(self, invitation: Invitation, *, own: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(lambda pipe: _serve(pipe, invitation, own or {}))
 
     def sync(self, fault: str = "") -> None:
         self.pipe.send(fault)
 
 
-def _serve(pipe: Connection, invitation: Invitation) -> None:
+def _serve(pipe: Connection, invitation: Invitation, own: Mapping[str, Tensor]) -> None:
     torch.set_num_threads(1)
     engine = CheckpointEngineRegistry.new(invitation.engine, **invitation.settings)
     while True:
@@ -90,7 +97,8 @@ def _serve(pipe: Connection, invitation: Invitation) -> None:
             engine.join(invitation)
             _go_wrong(inner_of(engine), fault)
             got: dict[str, Packed] = {}
-            for name, tensor in engine.receive_weights():
+            for name, tensor in engine.receive_weights(own):
+                assert name not in own or tensor is own[name], name
                 _misbehave(fault, count=len(got))
                 got[name] = pack(tensor)
             pipe.send(got)
@@ -105,6 +113,12 @@ def inner_of(engine: CheckpointEngine) -> ConnectedCheckpointEngine:
     inner = getattr(engine, "inner", engine)
     assert isinstance(inner, ConnectedCheckpointEngine)
     return inner
+
+
+def came_through_a_pipe(engine: CheckpointEngine) -> bool:
+    """Whether this sender has used the pipe since its receivers changed last."""
+    link = getattr(engine, "_sender_link", None)
+    return isinstance(link, ShmSenderLink) and link.pipe._memory.positions[0] > 0
 
 
 def die(*args: Any, **kwargs: Any) -> Any:
@@ -140,8 +154,24 @@ def _go_wrong(engine: ConnectedCheckpointEngine, fault: str) -> None:
         _flip_one_bit(engine)
 
 
+def _flip_one_bit_in_pipes() -> None:
+    """Of each tensor, after it was written and before it is read."""
+    read = PipeReader.read
+
+    def flipped(self: PipeReader, content: Tensor, *, pause: Callable[[float], None]) -> None:
+        place = self._memory.positions[self._side]
+        while content.numel() and self.written() <= place:
+            pause(1e-3)
+        byte = ctypes.c_uint8.from_address(self._memory.ring_address + place % self._memory.ring)
+        byte.value ^= 8
+        read(self, content, pause=pause)
+
+    PipeReader.read = flipped  # type: ignore[method-assign]
+
+
 def _flip_one_bit(engine: ConnectedCheckpointEngine) -> None:
     if isinstance(engine, LinkedCheckpointEngine):
+        _flip_one_bit_in_pipes()
         read = engine._reader.read
 
         def flipped(header: BucketHeader, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from support.fork import run_distributed
-from support.receivers import Forked, Packed, Receiver, pack
+from support.receivers import Forked, Packed, Receiver, came_through_a_pipe, pack
 from torch import Tensor
 
-from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry, Invitation
 from lightning_rlhf.weights import PeerError
 from lightning_rlhf.weights.kimi import import_kimi_server
 
 needs_package = pytest.mark.skipif(find_spec("checkpoint_engine") is None, reason="needs checkpoint-engine")
-ENGINES = ["shm", "nccl", "nixl", "disk", "delta", pytest.param("kimi", marks=needs_package)]
+ENGINES = ["shm", "shm-piped", "nccl", "nixl", "disk", "delta", pytest.param("kimi", marks=needs_package)]
 BUCKET_BYTES = 8192
 TIMEOUT = 2.0
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -41,9 +41,16 @@ def new_engine(name: str, folder: Path, **kwargs: Any) -> CheckpointEngine:
         "kimi": {"portion_bytes": 65536},
     }
     arguments = {"bucket_bytes": BUCKET_BYTES, "timeout": TIMEOUT, "tied": TIED, **special.get(name, {}), **kwargs}
-    engine = CheckpointEngineRegistry.new(name, **arguments)
+    engine = CheckpointEngineRegistry.new(name.removesuffix("-piped"), **arguments)
     engine.prepare()
     return engine
+
+
+def new_receiver(name: str, invitation: Invitation) -> Receiver:
+    """One that has memory of its own for all tensors but two, if they come through a pipe."""
+    own = {one: torch.zeros_like(tensor) for one, tensor in model().items()}
+    del own["odd.int64"], own["model.layers.0.mlp.up_proj.weight"]
+    return Receiver(invitation, own=own if name == "shm-piped" else None)
 
 
 def model() -> dict[str, Tensor]:
@@ -104,7 +111,7 @@ def test_contents_are_equal_bit_for_bit_in_three_rounds(name: str, count: int, t
     def body() -> None:
         engine = new_engine(name, tmp_path)
         names = [f"r{index}" for index in range(count)]
-        receivers = [Receiver(engine.invitation(one)) for one in names]
+        receivers = [new_receiver(name, engine.invitation(one)) for one in names]
         tensors = model()
         for round_ in range(3 if count == 2 else 1):
             tensors = changed(tensors, round_)
@@ -117,6 +124,7 @@ def test_contents_are_equal_bit_for_bit_in_three_rounds(name: str, count: int, t
                 got = receiver.result()
                 assert got == expected(tensors), (round_, got)
                 _check_groups_are_together(list(got))
+        assert came_through_a_pipe(engine) == (name == "shm-piped")
         engine.close()
 
     in_own_process(body)
@@ -133,7 +141,7 @@ def _check_groups_are_together(names: list[str]) -> None:
 def test_a_subset_brings_fused_layers_whole_or_is_refused(name: str, tmp_path: Path) -> None:
     def body() -> None:
         engine = new_engine(name, tmp_path, tied={})
-        receiver = Receiver(engine.invitation("r0"))
+        receiver = new_receiver(name, engine.invitation("r0"))
         some = {name: tensor for name, tensor in model().items() if "layers.1.self_attn" in name or "odd" in name}
         receiver.sync()
         push(engine, ["r0"], some)
@@ -162,8 +170,8 @@ def test_the_death_of_a_receiver_in_each_phase(name: str, tmp_path: Path) -> Non
 
     def body() -> None:
         engine = new_engine(name, tmp_path)
-        survivor = Receiver(engine.invitation("alive"))
-        victims = {phase: Receiver(engine.invitation(f"dies-in-{phase}")) for phase in PHASE_OF_DEATH}
+        survivor = new_receiver(name, engine.invitation("alive"))
+        victims = {phase: new_receiver(name, engine.invitation(f"dies-in-{phase}")) for phase in PHASE_OF_DEATH}
         tensors = model()
         for phase, victim in victims.items():
             if phase == "group" and name == "disk":
@@ -215,7 +223,7 @@ def test_the_death_of_the_sender(name: str, tmp_path: Path) -> None:
 
     def body() -> None:
         sender = Forked(dying_sender)
-        receiver = Receiver(sender.result())
+        receiver = new_receiver(name, sender.result())
         receiver.sync()
         start = time.monotonic()
         answer = receiver.result()
@@ -230,7 +238,7 @@ def test_the_death_of_the_sender(name: str, tmp_path: Path) -> None:
 def test_a_slow_receiver_is_waited_for_and_a_silent_one_is_not(name: str, tmp_path: Path) -> None:
     def body() -> None:
         engine = new_engine(name, tmp_path, timeout=2.0)
-        quick, slow = (Receiver(engine.invitation(one)) for one in ("quick", "slow"))
+        quick, slow = (new_receiver(name, engine.invitation(one)) for one in ("quick", "slow"))
         tensors = model()
         quick.sync()
         slow.sync("slow")  # longer in all than the timeout, never silent for that long
@@ -252,7 +260,7 @@ def test_a_slow_receiver_is_waited_for_and_a_silent_one_is_not(name: str, tmp_pa
 def test_one_flipped_bit_is_found_and_the_next_sync_is_good(name: str, tmp_path: Path) -> None:
     def body() -> None:
         engine = new_engine(name, tmp_path)
-        broken, whole = Receiver(engine.invitation("broken")), Receiver(engine.invitation("whole"))
+        broken, whole = new_receiver(name, engine.invitation("broken")), new_receiver(name, engine.invitation("whole"))
         tensors = model()
         broken.sync("flip")
         with pytest.raises(PeerError, match=r"peer 'broken': BucketError: .*corrupted: .*checksum"):
@@ -270,7 +278,7 @@ def test_one_flipped_bit_is_found_and_the_next_sync_is_good(name: str, tmp_path:
 def test_a_consumer_that_fails_is_reported_and_may_join_again(name: str, tmp_path: Path) -> None:
     def body() -> None:
         engine = new_engine(name, tmp_path)
-        receiver = Receiver(engine.invitation("r0"))
+        receiver = new_receiver(name, engine.invitation("r0"))
         tensors = model()
         receiver.sync("raise")
         with pytest.raises(PeerError, match=r"peer 'r0': the consumer gave up"):
@@ -289,7 +297,7 @@ def test_a_consumer_that_fails_is_reported_and_may_join_again(name: str, tmp_pat
 def test_receivers_come_and_go_between_syncs(name: str, tmp_path: Path) -> None:
     def body() -> None:
         engine = new_engine(name, tmp_path)
-        receivers = {one: Receiver(engine.invitation(one)) for one in ("a", "b", "c")}
+        receivers = {one: new_receiver(name, engine.invitation(one)) for one in ("a", "b", "c")}
         tensors = model()
         for round_, members in enumerate((["a"], ["a", "b"], ["b", "c"])):
             tensors = changed(tensors, round_)
@@ -307,7 +315,7 @@ def test_receivers_come_and_go_between_syncs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_tensors_arrive_in_memory_of_the_consumer(name: str, tmp_path: Path) -> None:
-    """Every second one, whole and spread over buckets, of fused groups and tied; then one of another shape."""
+    """Every second one: whole, spread over buckets, fused, tied, one in another dtype; then one of another shape."""
 
     def consumer(pipe: Any) -> None:
         invitation = pipe.recv()
@@ -315,6 +323,7 @@ def test_tensors_arrive_in_memory_of_the_consumer(name: str, tmp_path: Path) -> 
         engine.join(invitation)
         tensors = expected_tensors()
         own = {one: torch.zeros_like(tensor) for one, tensor in list(tensors.items())[::2]}
+        own["odd.fp64"] = torch.zeros(1, 3)
         got = {}
         for one, tensor in engine.receive_weights(own):
             assert one not in own or tensor is own[one], one
@@ -336,7 +345,7 @@ def test_tensors_arrive_in_memory_of_the_consumer(name: str, tmp_path: Path) -> 
         receiver.pipe.send(engine.invitation("r0"))
         push(engine, ["r0"], model())
         got, own = receiver.result()
-        assert got == expected(model())
+        assert got == expected(model()) | {"odd.fp64": pack(model()["odd.fp64"].float())}
         assert own == {one: got[one] for one in own}
         with pytest.raises(PeerError, match=r"odd.int8 is torch.int8 \[13\], but its destination is torch.int8 \[3\]"):
             push(engine, ["r0"], model())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.fork import run_distributed
 from support.mooncake import run_with_mooncake
-from support.receivers import Forked, Receiver, pack
+from support.receivers import Forked, Receiver, came_through_a_pipe, pack
 from torch import Tensor
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
@@ -98,23 +98,34 @@ def test_shm_that_is_full_says_how_much_is_missing() -> None:
     assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
 
 
-@pytest.mark.parametrize("handover", ["counters", "messages"])
-def test_shm_hands_over_by_counters_or_by_messages(handover: str) -> None:
-    """Held groups larger than the memory, tensors in place and spread, three rounds, and a death."""
+@pytest.mark.parametrize(
+    ("handover", "checksum", "owns"),
+    [
+        ("counters", "sampled", False),
+        ("messages", "sampled", False),
+        ("messages", "sampled", True),
+        ("counters", "full", True),
+        ("counters", "sampled", True),  # through the pipe
+    ],
+)
+def test_shm_hands_over_by_counters_or_by_messages(handover: str, checksum: str, owns: bool) -> None:
+    """Held groups larger than the memory, tensors in place, copied and spread, three rounds, and a death."""
+    weights = {f"l.0.{name}_proj.w": torch.randn(2000) for name in ("gate", "up")}  # 16 000 of 16 384 bytes
+    weights |= {"small": torch.ones(3), "exact": torch.randn(2048), "large": torch.randn(9000)}
+    weights |= {f"l.1.{name}_proj.w": torch.randn(5000) for name in ("q", "k", "v")}
+    weights |= {f"many.{index}": torch.full((3,), float(index)) for index in range(300)}
+    own = {name: torch.zeros_like(tensor) for name, tensor in weights.items() if owns and name != "l.1.k_proj.w"}
 
     def body() -> None:
-        engine = ShmCheckpointEngine(bucket_bytes=8192, timeout=2.0, handover=handover)
+        engine = ShmCheckpointEngine(bucket_bytes=8192, timeout=2.0, handover=handover, checksum=checksum)
         engine.prepare()
-        receiver, victim = Receiver(engine.invitation("r0")), Receiver(engine.invitation("dies"))
-        weights = {f"l.0.{name}_proj.w": torch.randn(2000) for name in ("gate", "up")}  # 16 000 of 16 384 bytes
-        weights |= {"small": torch.ones(3), "exact": torch.randn(2048), "large": torch.randn(9000)}
-        weights |= {f"l.1.{name}_proj.w": torch.randn(5000) for name in ("q", "k", "v")}
-        weights |= {f"many.{index}": torch.full((3,), float(index)) for index in range(300)}
+        receiver, victim = Receiver(engine.invitation("r0"), own=own), Receiver(engine.invitation("dies"))
         for _ in range(3):
             weights["exact"] += 1
             receiver.sync()
             push(engine, ["r0"], weights)
             assert receiver.result() == {name: pack(tensor) for name, tensor in weights.items()}
+        assert came_through_a_pipe(engine) == (owns and (handover, checksum) == ("counters", "sampled"))
         receiver.sync()
         victim.sync("receive")
         with pytest.raises(PeerError, match="dies"):
@@ -122,6 +133,40 @@ def test_shm_hands_over_by_counters_or_by_messages(handover: str) -> None:
         engine.close()
 
     in_own_process(body)
+
+
+def test_shm_goes_through_the_pipe_if_no_receiver_reads_in_place() -> None:
+    def body() -> None:
+        engine = ShmCheckpointEngine(bucket_bytes=1 << 20, timeout=2.0)
+        engine.prepare()
+        weights = {"a": torch.randn(70_000), "b": torch.randn(3)}
+        owner = Receiver(engine.invitation("owner"), own={name: torch.zeros_like(one) for name, one in weights.items()})
+        reader = Receiver(engine.invitation("reader"))
+        receivers = {"owner": owner, "reader": reader}
+        for members, piped in ((["owner", "reader"], False), (["owner"], True), (["reader", "owner"], False)):
+            for member in members:
+                receivers[member].sync()
+            push(engine, members, weights)
+            for member in members:
+                assert receivers[member].result() == {name: pack(tensor) for name, tensor in weights.items()}
+            assert came_through_a_pipe(engine) == piped  # another link for other members
+        engine.close()
+
+    in_own_process(body)
+
+
+def test_shm_with_several_threads_copies_by_frames() -> None:
+    engine, before = ShmCheckpointEngine(), torch.get_num_threads()
+    engine._destinations = {"w": torch.zeros(2)}
+    assert engine.readiness() == {"takes_pipe": True}
+    engine._destinations = {"w": torch.zeros(2, device="meta")}
+    assert engine.readiness() == {"takes_pipe": False}
+    torch.set_num_threads(2)
+    try:
+        engine._destinations = {"w": torch.zeros(2)}
+        assert engine.readiness() == {"takes_pipe": False}
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_shm_uses_counters_on_no_other_processor_than_x86(monkeypatch: pytest.MonkeyPatch) -> None:

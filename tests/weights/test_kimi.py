@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
 from lightning_rlhf.weights import KimiCheckpointEngine, PeerError
-from lightning_rlhf.weights.buckets import BucketError
+from lightning_rlhf.weights.bucket_header import BucketError
 from lightning_rlhf.weights.kimi_portions import ALIGNMENT, Portion, PortionPacker, upstream_metas
 
 needs_package = pytest.mark.skipif(

@@ -7,17 +7,26 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.fork import DistributedError, run_distributed
 from support.pushes import Served, TinyRollout, TinyTrainer, new_manager, start
-from support.receivers import Forked
+from support.receivers import Forked, came_through_a_pipe
+from support.tiny import tiny_model, write_tiny_model
+from torch import Tensor
 
+from lightning_rlhf.contracts.engine import EngineConfig
+from lightning_rlhf.engines.torch import TorchEngine
+from lightning_rlhf.rollout.hf import HFReferenceEngine
 from lightning_rlhf.weights import CheckpointEngineManager, PeerError, ShmCheckpointEngine
 from lightning_rlhf.weights.channel import join_hub
-from lightning_rlhf.weights.replica import ReplicaHub
+from lightning_rlhf.weights.replica import ReplicaHub, ReplicaServant, serve_replica
 from lightning_rlhf.weights.roll_call import TrainerRankLostError
 
 
@@ -57,6 +66,7 @@ def test_the_protocol_in_its_order_on_two_replicas_in_two_pushes() -> None:
     in_own_process(body)
 
 
+@pytest.mark.parametrize("owns", [False, True])
 @pytest.mark.parametrize(
     ("fault", "message", "versions"),
     [
@@ -66,10 +76,10 @@ def test_the_protocol_in_its_order_on_two_replicas_in_two_pushes() -> None:
     ],
 )
 def test_after_a_failure_a_replica_has_its_old_version_or_none(
-    fault: str, message: str, versions: list[int | None]
+    fault: str, message: str, versions: list[int | None], owns: bool
 ) -> None:
     def body() -> None:
-        _, _, replicas = start({"a": "", "b": fault})
+        _, _, replicas = start({"a": "", "b": fault}, owns=owns)
         trainer = TinyTrainer()
         manager = new_manager(trainer, replicas)
         manager.update_weights(0)
@@ -82,6 +92,71 @@ def test_after_a_failure_a_replica_has_its_old_version_or_none(
         manager.remove("b")  # the run may go on without it
         assert manager.update_weights(1).tensors_compared == 4
         assert replicas[0].weight_version == 1
+
+    in_own_process(body)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_weights_that_were_written_before_a_tensor_was_handed_over_are_not_the_old_ones(is_written: bool) -> None:
+    class Carrier:
+        def receive_weights(self, destinations: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+            assert len(list(destinations.values())) == len(list(destinations)) == 2  # to look at them changes nothing
+            if is_written:
+                destinations["b"].fill_(9.0)
+            raise ConnectionError("the sender is gone")
+            yield
+
+        def finalize(self) -> None:
+            pass
+
+    rollout = TinyRollout(owns=True)
+    rollout.weights = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    rollout.weight_version = 3
+    servant: Any = ReplicaServant(rollout)
+    servant._joined = lambda invitations: Carrier()
+    servant.handle("pause", {"abort": False})
+    with pytest.raises(ConnectionError):
+        servant.handle("load", {"invitations": []})
+    servant.handle("restore", {})
+    assert rollout.weight_version == (None if is_written else 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_of_transformers_is_filled_by_the_push_itself(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Tied, in another process; with another dtype it is converted on the way."""
+
+    def body() -> None:
+        directory, hub = write_tiny_model(tmp_path), ReplicaHub()
+
+        def serve(pipe: Any) -> None:
+            rollout = HFReferenceEngine(directory, max_model_len=64, dtype=dtype)
+            before = rollout._model.state_dict()
+            serve_replica(rollout, address=hub.address, token=hub.token, replica_id="hf", timeout=10.0)
+            after = rollout._model.state_dict()
+            pipe.send([name for name in before if before[name].data_ptr() != after[name].data_ptr()])
+
+        served = Forked(serve)
+        config = EngineConfig(model=tiny_model(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
+        trainer = TorchEngine(config, device=torch.device("cpu"))
+        trainer.initialize()
+        manager = CheckpointEngineManager(
+            engine=trainer,
+            checkpoint_engine=ShmCheckpointEngine(bucket_bytes=1 << 20, timeout=10.0),
+            replicas=hub.replicas(["hf"], timeout=60.0),
+            probe_token_ids=[5, 9, 3, 20, 11, 40],
+            probe_tolerance=1e-5 if dtype == torch.float32 else 0.1,
+            timeout=20.0,
+        )
+        for version in range(3):
+            receipt = manager.update_weights(version)
+            assert receipt.tensors_compared == 8
+            assert not receipt.unchanged
+            with torch.no_grad():
+                for parameter in trainer.module.parameters():
+                    parameter.mul_(1.1)
+        assert came_through_a_pipe(manager.checkpoint_engine)
+        hub.close()
+        assert served.result() == []
 
     in_own_process(body)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.weights.buckets import DTYPES, BucketError, BucketHeader, BucketPacker, BucketReader
+from lightning_rlhf.weights.bucket_header import DTYPES, BucketError, BucketHeader
+from lightning_rlhf.weights.buckets import BucketPacker, BucketReader
 from lightning_rlhf.weights.checksum import (
     BLOCK_BYTES,
     ROW_BYTES,

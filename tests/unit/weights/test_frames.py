@@ -21,7 +21,7 @@ from lightning_rlhf.weights.frames import (
 def halves(
     num_bytes: int, *, readers: int = 1, in_flight_bytes: int = 1 << 20
 ) -> tuple[FrameWriter, list[FrameReader]]:
-    memory = FrameMemory(mmap.mmap(-1, control_bytes(readers) + num_bytes), readers=readers)
+    memory = FrameMemory(mmap.mmap(-1, control_bytes(readers) + num_bytes), readers=readers, data_bytes=num_bytes)
     writer = FrameWriter(memory, in_flight_bytes=in_flight_bytes)
     return writer, [FrameReader(memory, reader=reader) for reader in range(readers)]
 
@@ -108,7 +108,7 @@ def test_cards_are_not_used_again_before_they_are_read() -> None:
 
 
 def test_a_card_is_not_believed() -> None:
-    memory = FrameMemory(mmap.mmap(-1, control_bytes(1) + 64), readers=1)
+    memory = FrameMemory(mmap.mmap(-1, control_bytes(1) + 64), readers=1, data_bytes=64)
     writer, reader = FrameWriter(memory), FrameReader(memory, reader=0)
     assert writer.room(64) is not None
     writer.publish(65, b"")
