@@ -1,13 +1,14 @@
 """What a weight sync between processes costs, against copying the same tensors in one process.
 
 About 300 bf16 tensors of a small language model's shapes, back to back in one buffer, go from a sender to receivers on
-the same machine, one thread each, into memory that each receiver has for its tensors. Each round changes 1% of the
+the same machine, one thread each, into memory that each receiver has for its tensors; with --in-place receivers copy
+them there themselves, as rollout engines do that change a tensor while they load it. Each round changes 1% of the
 elements, then times one plain copy of the buffer and one sync, one after the other, so that what else the machine does
 hits both alike; medians over the rounds are compared. What arrived is compared with what was sent.
 
 - ratio_to_memcpy: the copy's time over the sync's
 - ratio_to_two_copies: the time that two processes take which copy as much at once, over the sync's: what crosses from
-  process to process is written twice, so this is the limit that the memory bus sets
+  process to process is written twice, so that nothing is faster unless it stays in a cache or goes past it
 - gb_per_s: bytes of the model over the sync's time (10**9 bytes), to each receiver
 - cpu_s_per_gb: computing time of sender and receivers together
 
@@ -53,7 +54,7 @@ PATIENCE = 600.0
 
 
 def measure(
-    label: str, *, gigabytes: float, receivers: int, rounds: int, bucket_mib: int, folder: str
+    label: str, *, gigabytes: float, receivers: int, rounds: int, bucket_mib: int, folder: str, in_place: bool
 ) -> dict[str, Any]:
     """Rounds of one copy and one sync; the first round, which maps memory, is left out."""
     name, _, variant = label.partition(":")
@@ -63,7 +64,8 @@ def measure(
     syncs = (
         SameProcess(name, gigabytes=gigabytes)
         if name == "naive"
-        else OtherProcesses(name, settings, gigabytes=gigabytes, receivers=receivers)  # forks before memory grows
+        # forks before memory grows
+        else OtherProcesses(name, settings, gigabytes=gigabytes, receivers=receivers, in_place=in_place)
     )
     try:
         flat = torch.full((sum(math.prod(shape) for shape in shapes(gigabytes).values()),), 1.5, dtype=torch.bfloat16)
@@ -142,6 +144,7 @@ def measure_cases(label: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 rounds=rounds,
                 bucket_mib=arguments.bucket_mib,
                 folder=folder,
+                in_place=arguments.in_place,
             )
         rows.append(row)
         print(label, row, file=sys.stderr)
@@ -202,6 +205,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--in-place", action="store_true", help="receivers copy tensors from where they arrive")
     parser.add_argument(
         "--fit",
         nargs="?",
@@ -228,6 +232,7 @@ def main() -> None:
 
     result: dict[str, Any] = {"benchmark": "weight_sync", **surroundings()}
     result |= {"threads": 1, "bucket_mib": arguments.bucket_mib, "rounds": arguments.rounds}
+    result |= {"in_place": arguments.in_place}
     result |= {"engines": {}, "skipped": {}, "failed": {}}
     with tempfile.TemporaryDirectory() as folder:
         borrow_libibverbs(folder)

@@ -133,9 +133,12 @@ class OtherProcesses(Syncs):
         settings: of the engine.
         gigabytes: of the model that each receiver has memory for.
         receivers: how many.
+        in_place: whether they copy tensors themselves, from where the engine has put them.
     """
 
-    def __init__(self, engine: str, settings: Mapping[str, Any], *, gigabytes: float, receivers: int) -> None:
+    def __init__(
+        self, engine: str, settings: Mapping[str, Any], *, gigabytes: float, receivers: int, in_place: bool
+    ) -> None:
         self.engine = CheckpointEngineRegistry.new(engine, timeout=TIMEOUT, **settings)
         self.engine.prepare()
         self._names = [f"receiver{index}" for index in range(receivers)]
@@ -143,7 +146,8 @@ class OtherProcesses(Syncs):
         context = get_context("fork")
         for name in self._names:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_receive, args=(theirs, self.engine.invitation(name), gigabytes))
+            arguments = (theirs, self.engine.invitation(name), gigabytes, in_place)
+            process = context.Process(target=_receive, args=arguments)
             process.start()
             theirs.close()  # so that a receiver that dies is noticed
             self._pipes.append(ours)
@@ -187,8 +191,8 @@ class OtherProcesses(Syncs):
         self.engine.close()
 
 
-def _receive(pipe: Connection, invitation: Invitation, gigabytes: float) -> None:
-    """A receiver: has the tensors put into memory of its own; reports its computing time."""
+def _receive(pipe: Connection, invitation: Invitation, gigabytes: float, in_place: bool) -> None:
+    """A receiver: has the tensors put into memory of its own, or puts them there; reports its computing time."""
     torch.set_num_threads(1)
     pin(1)
     own = zeros(gigabytes)
@@ -202,8 +206,9 @@ def _receive(pipe: Connection, invitation: Invitation, gigabytes: float) -> None
             pipe.send("copied")
             continue
         start = time.process_time()
-        for _ in engine.receive_weights(own):
-            pass
+        for name, tensor in engine.receive_weights({} if in_place else own):
+            if in_place:
+                own[name].copy_(tensor)
         engine.finalize()
         pipe.send((time.process_time() - start, sums(own)))
     os._exit(0)  # what a transport's own threads do at the end takes half a minute with Mooncake

@@ -47,6 +47,14 @@ def test_one_line_of_json_with_each_engine_measured_and_each_missing_one_named(t
     assert 0.025 < result["engines"]["delta:nccl"]["payload_share"] < 0.035
 
 
+def test_receivers_that_copy_tensors_from_where_they_arrive(tmp_path: Path) -> None:
+    done = run("--engines", "shm", "--in-place", hidden="checkpoint_engine", folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["in_place"] is True
+    assert result["engines"]["shm"]["gb_per_s"] > 0
+
+
 def test_an_engine_that_is_missing_alone_is_named_and_is_no_result(tmp_path: Path) -> None:
     done = run("--engines", "nixl", hidden="nixl_cu12", folder=tmp_path)
     assert done.returncode == 1
