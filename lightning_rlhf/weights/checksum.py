@@ -85,4 +85,5 @@ def checksum_of(tensor: Tensor) -> str:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor as ``uint8 [nbytes]``; no copy if it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    dense = tensor.detach().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

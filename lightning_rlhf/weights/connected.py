@@ -43,7 +43,7 @@ class ConnectedCheckpointEngine(CheckpointEngine):
         host: address that the sender listens on.
         tied: first name of each tied tensor by second name; it travels once and arrives under both.
         fused_groups: modules that are delivered together or not at all.
-        checksum: ``"full"`` reads every byte of a bucket, ``"sampled"`` one in 16 of large ones (`RunningChecksum`);
+        checksum: ``"full"`` reads every byte of a bucket, ``"sampled"`` a part of large ones (`RunningChecksum`);
             None is the engine's own choice.
 
     Attributes:
@@ -293,6 +293,7 @@ class ConnectedCheckpointEngine(CheckpointEngine):
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
+            self.let_go()
             if not whole:
                 with suppress(PeerError):
                     channel.send({"type": "failed", "reason": reason}, phase="abort", timeout=1.0)
@@ -320,6 +321,11 @@ class ConnectedCheckpointEngine(CheckpointEngine):
     @abstractmethod
     def receive_body(self, channel: Channel) -> Iterator[tuple[str, Tensor]]:
         """Yields tensors until the sender's ``end``; calls `before_reuse` before memory that was yielded is reused."""
+
+    def let_go(self) -> None:
+        """The sync has ended: nothing that is the consumer's is kept."""
+        self._destinations = {}
+        self._groups = FusedGroups(self.fused_groups)
 
     def before_reuse(self) -> None:
         """Memory of tensors that were yielded is about to be written again."""

@@ -145,7 +145,8 @@ def _pass_assembly() -> str:
     """``pass(...)``, for x86; see `pass_loop`.
 
     Each chunk waits until the lowest of the others' counters, plus ``ahead``, has reached the chunk's end, is copied,
-    sampled where it came from, and then counted. The counters are positions in the stream, which only grow.
+    and then counted. The counters are positions in the stream, which only grow. A chunk is sampled where it comes from,
+    before and after it is copied: what is late is not there yet, or what is early has come too soon.
     """
     return f"""
 define i64 @pass(ptr %mine, ptr %others, i64 %count, i64 %ahead, ptr %ring, i64 %ring.bytes, i64 %chunk.bytes,
@@ -197,6 +198,7 @@ move:
   %here = getelementptr i8, ptr %memory, i64 %done
   %to = select i1 %is.writer, ptr %slot, ptr %here
   %from = select i1 %is.writer, ptr %here, ptr %slot
+  %state.then = call i64 @sample(ptr %from, i64 %want, i64 %state)
   br i1 %is.past, label %past, label %cached
 past:
   call void @copy(ptr %to, ptr %from, i64 %want)
@@ -205,7 +207,7 @@ cached:
   call void @copy_in_cache(ptr %to, ptr %from, i64 %want)
   br label %sampled
 sampled:
-  %state.after = call i64 @sample(ptr %from, i64 %want, i64 %state)
+  %state.after = call i64 @sample(ptr %from, i64 %want, i64 %state.then)
   store atomic i64 %position.after, ptr %mine release, align 8
   %done.after = add i64 %done, %want
   br label %next
@@ -235,8 +237,8 @@ def pass_loop() -> Callable[..., int]:
     size of a chunk (a divisor of it), address of the checksum, address and number of the bytes, whether they go into
     the ring, and whether the stores go past the cache.
 
-    Both sides come to the same checksum if they move the same bytes between the same positions: of each chunk it reads
-    the first and the last `SUMMED_END_BYTES`, and the whole of what is no longer than `SUMMED_WHOLE_BYTES`.
+    Both sides come to the same checksum if they move the same bytes between the same positions: of each chunk it reads,
+    twice, the first and the last `SUMMED_END_BYTES`, and the whole of what is no longer than `SUMMED_WHOLE_BYTES`.
 
     Returns:
         How many bytes were moved, when all are or when the others have not gone on for about 50 microseconds.

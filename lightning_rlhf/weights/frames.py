@@ -49,6 +49,8 @@ _PAUSE = 1e-3
 Found = TypeVar("Found")
 Pause = Callable[[float], None]
 """Sleeps for at most this many seconds; raises when there is no reason to wait any longer."""
+Watch = Callable[[], Pause]
+"""Called when a wait begins."""
 
 
 class FrameError(RuntimeError):
@@ -236,21 +238,22 @@ class FrameReader:
         return min(self._memory.words[_NEEDED], self._taken) > self._released
 
 
-def wait_for(attempt: Callable[[], Found | None], *, pause: Pause) -> Found:
+def wait_for(attempt: Callable[[], Found | None], *, watch: Watch) -> Found:
     """Tries until there is a result: for five milliseconds, letting others run in between, then with pauses.
 
     A frame takes less than a millisecond, and to wake up from a pause may take as long.
 
     Args:
         attempt: gives the result, or None.
-        pause: see `Pause`.
+        watch: what to do while there is none.
     """
-    end = time.perf_counter() + _SPIN_SECONDS
-    while True:
-        found = attempt()
-        if found is not None:
-            return found
+    found = attempt()
+    if found is not None:
+        return found
+    pause, end = watch(), time.perf_counter() + _SPIN_SECONDS
+    while (found := attempt()) is None:
         if time.perf_counter() < end:
             os.sched_yield()
         else:
             pause(_PAUSE)
+    return found

@@ -119,4 +119,5 @@ def into_destination(name: str, tensor: Tensor, destinations: Mapping[str, Tenso
             f"Weight push: {name} is {tensor.dtype} {list(tensor.shape)}, but its destination is {destination.dtype} "
             f"{list(destination.shape)}: give none for tensors that are not taken as they are."
         )
-    return destination.copy_(tensor)
+    destination.detach().copy_(tensor)
+    return destination

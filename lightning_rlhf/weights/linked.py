@@ -34,6 +34,11 @@ class LinkedCheckpointEngine(ConnectedCheckpointEngine):
             sampled=self.checksum == "sampled", before_reuse=self.before_reuse, in_place_bytes=self.in_place_bytes()
         )
 
+    @override
+    def let_go(self) -> None:
+        super().let_go()
+        self._reader.restart()
+
     def in_place_bytes(self) -> int:
         """Largest tensor whose buckets are laid back to back by this link."""
         return 0

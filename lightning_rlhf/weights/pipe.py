@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_rlhf.weights.copy_loops import COUNTER_STRIDE, pass_loop
-from lightning_rlhf.weights.frames import FrameError, Pause, wait_for
+from lightning_rlhf.weights.frames import FrameError, Watch, wait_for
 from lightning_rlhf.weights.streaming import STREAM_BYTES
 
 RING_BYTES = 2 << 20
@@ -148,14 +148,14 @@ class _Side:
             ctypes.addressof(self._checksum),
         )
 
-    def _pass(self, address: int, size: int, *, past_cache: bool, pause: Pause) -> None:
+    def _pass(self, address: int, size: int, *, past_cache: bool, watch: Watch) -> None:
         loop, done = pass_loop(), 0
 
         def attempt() -> int | None:
             return loop(*self._arguments, address + done, size - done, self._writes, past_cache) or None
 
         while done < size:
-            done += attempt() or wait_for(attempt, pause=pause)
+            done += wait_for(attempt, watch=watch)
 
     def _move_to_line(self) -> None:
         """Skips the rest of the line: what comes next begins at one."""
@@ -183,15 +183,20 @@ class PipeWriter(_Side):
         written = self._memory.positions[0]
         return [reader for reader, position in enumerate(self.read_positions()) if position < written]
 
-    def write(self, header: bytes, content: Tensor, *, pause: Pause) -> None:
+    def write(self, header: bytes, content: Tensor, *, watch: Watch) -> None:
         """Puts a header, bytes and their checksum into the pipe.
 
         Args:
-            header: not empty.
+            header: of 1 to `LONGEST_HEADER` bytes.
             content: dense ``uint8 [n]`` in host memory.
-            pause: see `Pause`.
+            watch: see `Watch`.
+
+        Raises:
+            FrameError: if the header is longer.
         """
-        self._write_header(header, pause=pause)
+        if len(header) > LONGEST_HEADER:
+            raise FrameError(f"A header of {len(header)} bytes: at most {LONGEST_HEADER} are read.")
+        self._write_header(header, watch=watch)
         self._checksum.value = 0
         address, size, done = content.data_ptr(), content.numel(), 0
         is_large = size >= STREAM_BYTES
@@ -200,28 +205,28 @@ class PipeWriter(_Side):
             position, start = self._memory.positions[0], time.perf_counter()
             stretch = min(size - done, self._choice.stretch - position % self._memory.chunk)
             past_cache = is_large and not self._choice.in_cache
-            self._pass(address + done, stretch, past_cache=past_cache, pause=pause)
+            self._pass(address + done, stretch, past_cache=past_cache, watch=watch)
             if is_large:
                 self._choice.moved(stretch, time.perf_counter() - start)
             done += stretch
         self._move_to_line()
         self._block[:_WORD] = self._checksum.value.to_bytes(_WORD, "little")
-        self._pass(self._block_at, _WORD, past_cache=False, pause=pause)
+        self._pass(self._block_at, _WORD, past_cache=False, watch=watch)
         self._move_to_line()
 
-    def _write_header(self, header: bytes, *, pause: Pause) -> None:
+    def _write_header(self, header: bytes, *, watch: Watch) -> None:
         whole = len(header).to_bytes(_WORD, "little") + header
         first = whole[:_BLOCK_BYTES].ljust(_BLOCK_BYTES)
         self._block[:] = first
-        self._pass(self._block_at, _BLOCK_BYTES, past_cache=False, pause=pause)
+        self._pass(self._block_at, _BLOCK_BYTES, past_cache=False, watch=watch)
         if rest := whole[_BLOCK_BYTES:]:
             memory = ctypes.create_string_buffer(rest)
-            self._pass(ctypes.addressof(memory), len(rest), past_cache=False, pause=pause)
+            self._pass(ctypes.addressof(memory), len(rest), past_cache=False, watch=watch)
             self._move_to_line()
 
-    def end(self, *, pause: Pause) -> None:
+    def end(self, *, watch: Watch) -> None:
         """Says that nothing follows."""
-        self._write_header(b"", pause=pause)
+        self._write_header(b"", watch=watch)
 
 
 class PipeReader(_Side):
@@ -241,13 +246,13 @@ class PipeReader(_Side):
         """The writer's position."""
         return self._memory.positions[0]
 
-    def header(self, *, pause: Pause) -> bytes | None:
+    def header(self, *, watch: Watch) -> bytes | None:
         """The next header; None at the end.
 
         Raises:
             FrameError: if it is longer than any header is.
         """
-        self._pass(self._block_at, _BLOCK_BYTES, past_cache=False, pause=pause)
+        self._pass(self._block_at, _BLOCK_BYTES, past_cache=False, watch=watch)
         block = bytes(self._block)
         size = int.from_bytes(block[:_WORD], "little")
         if size > LONGEST_HEADER:
@@ -256,11 +261,11 @@ class PipeReader(_Side):
         if left <= 0:
             return block[_WORD : _WORD + size] or None
         rest = ctypes.create_string_buffer(left)
-        self._pass(ctypes.addressof(rest), left, past_cache=False, pause=pause)
+        self._pass(ctypes.addressof(rest), left, past_cache=False, watch=watch)
         self._move_to_line()
         return block[_WORD:] + rest.raw
 
-    def read(self, content: Tensor, *, pause: Pause) -> None:
+    def read(self, content: Tensor, *, watch: Watch) -> None:
         """Fills ``content``, dense ``uint8 [n]`` in host memory, with the bytes that the header was about.
 
         Raises:
@@ -268,10 +273,10 @@ class PipeReader(_Side):
         """
         self._checksum.value = 0
         size = content.numel()
-        self._pass(content.data_ptr(), size, past_cache=size >= STREAM_BYTES, pause=pause)
+        self._pass(content.data_ptr(), size, past_cache=size >= STREAM_BYTES, watch=watch)
         self._move_to_line()
         found = self._checksum.value
-        self._pass(self._block_at, _WORD, past_cache=False, pause=pause)
+        self._pass(self._block_at, _WORD, past_cache=False, watch=watch)
         self._move_to_line()
         sent = int.from_bytes(self._block[:_WORD], "little")
         if found != sent:

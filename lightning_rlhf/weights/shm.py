@@ -20,6 +20,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from lightning_rlhf.weights.frames import (
     FrameReader,
     FrameWriter,
     Pause,
+    Watch,
     counters_suffice,
     wait_for,
 )
@@ -69,7 +71,7 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
             processor allows them. Both sides use the sender's.
         device: where the sender fills buckets, ``cpu`` or ``cuda:<i>``; receivers must see the same GPU.
         **kwargs: those of `ConnectedCheckpointEngine`. Tensors of up to ``bucket_bytes`` are read in place; the memory
-            is twice as large.
+            is a little more than twice as large.
     """
 
     name = "shm"
@@ -117,6 +119,11 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         return ShmReceiverLink(path, self.bucket_bytes, reader=int(offer["reader"]), readers=int(offer["readers"]))
 
     @override
+    def let_go(self) -> None:
+        super().let_go()
+        self._whole_reader.restart({})
+
+    @override
     def in_place_bytes(self) -> int:
         return self.bucket_bytes // ALIGNMENT * ALIGNMENT if self.handover == "counters" else 0
 
@@ -150,21 +157,21 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
 
     def _send_piped(self, pipe: PipeWriter, stream: Iterator[tuple[str, Tensor]]) -> int:
         """Sends all tensors through the pipe; how many."""
-        count, pause = 0, self._watch_receivers(pipe.read_positions, pipe.late)
+        count, watch = 0, partial(self._watch_receivers, pipe.read_positions, pipe.late)
         pipe.restart()
         for header, content in with_headers(stream):
-            pipe.write(header, content, pause=pause)
+            pipe.write(header, content, watch=watch)
             count += 1
-        pipe.end(pause=pause)
+        pipe.end(watch=watch)
         return count
 
     def _room_in(self, writer: FrameWriter) -> Callable[[int, int], Tensor]:
-        """Memory for the next frame; waits for receivers, none of which may stand still for longer than the timeout."""
-        pause = self._watch_receivers(writer.counts, writer.late)
-        return lambda num_bytes, following: wait_for(lambda: writer.room(num_bytes, following=following), pause=pause)
+        """Memory for the next frame; waits for receivers to make room."""
+        watch = partial(self._watch_receivers, writer.counts, writer.late)
+        return lambda num_bytes, following: wait_for(lambda: writer.room(num_bytes, following=following), watch=watch)
 
     def _watch_receivers(self, progress: Callable[[], object], late: Callable[[], list[int]]) -> Pause:
-        """Pauses until receivers go on: a fresh timeout each time that they have.
+        """A wait for receivers begins; none may stand still for longer than the timeout.
 
         Args:
             progress: differs when one has gone on.
@@ -208,8 +215,8 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         reader.restart(self.direct_destinations())
         self._end = None
         frames = link.frames
-        pause = self._watch_sender(channel, frames.published)
-        while (frame := self._next_frame(frames, pause)).header not in (_LAST, _PIPE):
+        watch = partial(self._watch_sender, channel, frames.published)
+        while (frame := self._next_frame(frames, watch)).header not in (_LAST, _PIPE):
             header = BucketHeader.from_json(json.loads(frame.header))
             if header.num_bytes != frame.content.numel():
                 raise PeerError(
@@ -229,12 +236,12 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
             reader.finish(int(self._last_message(channel)["buckets"]))
 
     def _receive_piped(self, channel: Channel, pipe: PipeReader) -> Iterator[tuple[str, Tensor]]:
-        reader, pause = self._whole_reader, self._watch_sender(channel, pipe.written)
+        reader, watch = self._whole_reader, partial(self._watch_sender, channel, pipe.written)
         reader.restart(self.direct_destinations())
-        while (header := pipe.header(pause=pause)) is not None:
+        while (header := pipe.header(watch=watch)) is not None:
             name, tensor, content = reader.landing(header)
             try:
-                pipe.read(content, pause=pause)
+                pipe.read(content, watch=watch)
             except FrameError as error:
                 raise BucketError(f"{name} is {error}. The weights must not be used.") from error
             yield name, tensor
@@ -243,7 +250,7 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
     def _last_message(self, channel: Channel) -> Message:
         return self._end or self.expect(channel, ("end",), phase="receive")
 
-    def _next_frame(self, frames: FrameReader, pause: Pause) -> Frame:
+    def _next_frame(self, frames: FrameReader, watch: Watch) -> Frame:
         def attempt() -> Frame | None:
             frame = frames.next()
             if frame is None and frames.is_needed():
@@ -251,10 +258,10 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
                 frames.release()
             return frame
 
-        return wait_for(attempt, pause=pause)
+        return wait_for(attempt, watch=watch)
 
     def _watch_sender(self, channel: Channel, progress: Callable[[], int]) -> Pause:
-        """Pauses until the sender goes on; the message that ends the sync may come meanwhile."""
+        """A wait for the sender begins; the message that ends the sync may come meanwhile."""
         seen, deadline = progress(), time.monotonic() + PATIENCE * self.timeout
 
         def pause(seconds: float) -> None:

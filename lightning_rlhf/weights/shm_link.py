@@ -78,7 +78,7 @@ class ShmSenderLink(SenderLink):
             free = os.statvfs(directory)
             raise OSError(
                 error.errno,
-                f"{directory} has no room for {layout.num_bytes} bytes, {NUM_SLOTS} buckets of {bucket_bytes} "
+                f"{directory} has no room for {layout.num_bytes} bytes, {NUM_SLOTS} buckets of {bucket_bytes} and more "
                 f"({free.f_bavail * free.f_frsize} free): enlarge it, or choose a smaller bucket_bytes ({error}).",
             ) from error
         memory = layout.frames(mapping)

@@ -57,7 +57,7 @@ class WholeTensorReader:
         """
         try:
             name, dtype, shape = json.loads(header)
-            shape = tuple(int(size) for size in shape)
+            name, dtype, shape = str(name), str(dtype), tuple(int(size) for size in shape)
         except (TypeError, ValueError) as error:
             raise BucketError(f"A tensor's header cannot be read: {error!r}.") from error
         if dtype not in DTYPES or min(shape, default=0) < 0:

@@ -23,6 +23,7 @@ from lightning_rlhf.weights.bucket_header import BucketHeader
 from lightning_rlhf.weights.checksum import as_bytes
 from lightning_rlhf.weights.connected import ConnectedCheckpointEngine
 from lightning_rlhf.weights.disk import DiskCheckpointEngine
+from lightning_rlhf.weights.frames import Watch
 from lightning_rlhf.weights.kimi import KimiCheckpointEngine
 from lightning_rlhf.weights.linked import LinkedCheckpointEngine
 from lightning_rlhf.weights.pipe import PipeReader
@@ -158,13 +159,13 @@ def _flip_one_bit_in_pipes() -> None:
     """Of each tensor, after it was written and before it is read."""
     read = PipeReader.read
 
-    def flipped(self: PipeReader, content: Tensor, *, pause: Callable[[float], None]) -> None:
+    def flipped(self: PipeReader, content: Tensor, *, watch: Watch) -> None:
         place = self._memory.positions[self._side]
         while content.numel() and self.written() <= place:
-            pause(1e-3)
+            time.sleep(1e-3)
         byte = ctypes.c_uint8.from_address(self._memory.ring_address + place % self._memory.ring)
         byte.value ^= 8
-        read(self, content, pause=pause)
+        read(self, content, watch=watch)
 
     PipeReader.read = flipped  # type: ignore[method-assign]
 

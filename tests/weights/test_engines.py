@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +97,7 @@ def test_shm_leaves_no_file_even_if_killed(tmp_path: Path) -> None:
 
 def test_shm_that_is_full_says_how_much_is_missing() -> None:
     engine = ShmCheckpointEngine(bucket_bytes=1 << 50, timeout=2.0)
-    with pytest.raises(OSError, match=r"no room for \d+ bytes, 2 buckets of 1125899906842624 \(\d+ free\)"):
+    with pytest.raises(OSError, match=r"no room for \d+ bytes, 2 buckets of 1125899906842624 and more \(\d+ free\)"):
         engine.open_sender_link(["r0"])
     assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
 
@@ -150,6 +154,72 @@ def test_shm_goes_through_the_pipe_if_no_receiver_reads_in_place() -> None:
             for member in members:
                 assert receivers[member].result() == {name: pack(tensor) for name, tensor in weights.items()}
             assert came_through_a_pipe(engine) == piped  # another link for other members
+        engine.close()
+
+    in_own_process(body)
+
+
+@pytest.mark.parametrize("owns", [False, True])
+def test_shm_waits_as_long_as_it_may_also_after_a_long_export(owns: bool) -> None:
+    """The timeout counts from when a side begins to wait, not from when it last saw the other one move."""
+    weights = {name: torch.randn(20_000) for name in "abc"}
+
+    def receive(pipe: Any) -> None:
+        torch.set_num_threads(1)
+        invitation = pipe.recv()
+        engine = CheckpointEngineRegistry.new(invitation.engine, **invitation.settings)
+        engine.join(invitation)
+        got = {}
+        own = {name: torch.zeros_like(tensor) for name, tensor in weights.items()} if owns else None
+        for name, tensor in engine.receive_weights(own):
+            got[name] = pack(tensor)
+            if name == "b":
+                time.sleep(1.7)  # longer than the receiver's patience, 3 times the timeout
+        pipe.send(got)
+
+    def body() -> None:
+        engine = ShmCheckpointEngine(bucket_bytes=1 << 15, timeout=0.5)
+        engine.prepare()
+        receiver = Forked(receive)
+        receiver.pipe.send(engine.invitation("r0"))
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            time.sleep(0.7)
+            os.kill(receiver.pid, signal.SIGSTOP)
+            threading.Timer(0.1, os.kill, [receiver.pid, signal.SIGCONT]).start()
+            yield "a", weights["a"]
+            yield "b", weights["b"]
+            time.sleep(1.9)
+            yield "c", weights["c"]
+
+        engine.init_process_group(engine.build_topology(trainer_world_size=1, receiver_ids=["r0"]))
+        engine.send_weights(stream())
+        assert receiver.result() == {name: pack(tensor) for name, tensor in weights.items()}
+        engine.close()
+
+    in_own_process(body)
+
+
+@pytest.mark.parametrize("checksum", ["sampled", "full"])
+def test_a_consumer_s_memory_is_let_go_after_a_sync(checksum: str) -> None:
+    def body() -> None:
+        engine = ShmCheckpointEngine(timeout=5.0, checksum=checksum)
+        engine.prepare()
+
+        own = torch.zeros(1000)
+        receiver = CheckpointEngineRegistry.new("shm", **engine.invitation("r0").settings)
+        joined = threading.Thread(target=lambda: push(engine, ["r0"], {"w": torch.ones(1000)}))
+        joined.start()
+        receiver.join(engine.invitation("r0"))
+        assert sum(1 for _ in receiver.receive_weights({"w": own})) == 1
+        receiver.finalize()
+        joined.join(10)
+        assert own.sum() == 1000
+        gone = weakref.ref(own)
+        del own
+        gc.collect()
+        assert gone() is None
+        receiver.close()
         engine.close()
 
     in_own_process(body)

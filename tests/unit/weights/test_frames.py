@@ -120,10 +120,10 @@ def test_a_card_is_not_believed() -> None:
 
 def test_waiting_ends_with_a_result_or_an_error() -> None:
     tries = iter([None] * 50 + [torch.ones(1)])
-    assert wait_for(lambda: next(tries), pause=lambda _: None).tolist() == [1.0]
+    assert wait_for(lambda: next(tries), watch=lambda: lambda _: None).tolist() == [1.0]
 
     def gone(_: float) -> None:
         raise TimeoutError("nobody there")
 
     with pytest.raises(TimeoutError, match="nobody there"):
-        wait_for(lambda: None, pause=gone)
+        wait_for(lambda: None, watch=lambda: gone)

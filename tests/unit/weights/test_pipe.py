@@ -51,11 +51,11 @@ def draw(size: int) -> Tensor:
 
 
 def received(reader: PipeReader, sizes: list[int]) -> list[tuple[bytes, Tensor]]:
-    got, pause = [], patient()
-    while (header := reader.header(pause=pause)) is not None:
+    got = []
+    while (header := reader.header(watch=patient)) is not None:
         size = sizes[len(got)]
         memory = torch.full((size + 128,), 7, dtype=torch.uint8)
-        reader.read(memory[61 : 61 + size], pause=pause)
+        reader.read(memory[61 : 61 + size], watch=patient)
         assert bool((memory[:61] == 7).all() and (memory[61 + size :] == 7).all()), "wrote beside the content"
         got.append((header, memory[61 : 61 + size]))
     return got
@@ -78,8 +78,8 @@ def test_headers_and_bytes_arrive_many_times_around_the_ring(ring: int, readers:
         for thread in threads:
             thread.start()
         for header, content in zip(headers, contents, strict=False):
-            writer.write(header, content, pause=patient())
-        writer.end(pause=patient())
+            writer.write(header, content, watch=patient)
+        writer.end(watch=patient)
         for thread in threads:
             thread.join(20)
         assert sorted(got) == list(range(readers))
@@ -97,7 +97,7 @@ def checksum_by_hand(content: bytes, *, position: int, chunk: int) -> int:
         position += len(part)
         first = part if len(part) <= SUMMED_WHOLE_BYTES else part[:SUMMED_END_BYTES]
         last = b"" if len(part) <= SUMMED_WHOLE_BYTES else part[-SUMMED_END_BYTES:]
-        for end in (first, last):
+        for end in (first, last) * 2:  # before and after it is copied
             whole = len(end) // 8 * 8
             words = [int.from_bytes(end[at : at + 8], "little") for at in range(0, whole, 8)]
             state = (state + sum(words) + sum(end[whole:])) * 0x9E3779B97F4A7C15 % 2**64
@@ -109,10 +109,10 @@ def test_the_checksum_against_a_loop(size: int) -> None:
     writer, (reader,) = halves(RING_BYTES)
     content, memory = draw(size), torch.empty(size, dtype=torch.uint8)
     for _ in range(2):
-        writer.write(b"x", content, pause=patient())
+        writer.write(b"x", content, watch=patient)
         start = reader.written() - 64 - (size + 63) // 64 * 64  # the line of the checksum, and whole ones before
-        assert reader.header(pause=patient()) == b"x"
-        reader.read(memory, pause=patient())
+        assert reader.header(watch=patient) == b"x"
+        reader.read(memory, watch=patient)
         expected = checksum_by_hand(content.numpy().tobytes(), position=start, chunk=RING_BYTES // 8)
         assert int.from_bytes(reader._block[:8], "little") == expected
 
@@ -120,12 +120,12 @@ def test_the_checksum_against_a_loop(size: int) -> None:
 @pytest.mark.parametrize(("size", "at"), [(100, 99), (5000, 1234), (900_000, 0), (900_000, 511)])
 def test_a_changed_byte_is_found(size: int, at: int) -> None:
     writer, (reader,) = halves(RING_BYTES)
-    writer.write(b"x", draw(size), pause=patient())
-    reader.header(pause=patient())
+    writer.write(b"x", draw(size), watch=patient)
+    reader.header(watch=patient)
     place = reader._memory.ring_address + 256 + at
     ctypes.memset(place, ctypes.string_at(place, 1)[0] ^ 8, 1)
     with pytest.raises(FrameError, match=f"corrupted: checksum [0-9a-f]{{16}}, but .* was sent \\({size} bytes"):
-        reader.read(torch.empty(size, dtype=torch.uint8), pause=patient())
+        reader.read(torch.empty(size, dtype=torch.uint8), watch=patient)
 
 
 def test_a_chunk_that_is_read_too_early_is_found() -> None:
@@ -133,12 +133,12 @@ def test_a_chunk_that_is_read_too_early_is_found() -> None:
     for stale in (slice(0, RING_BYTES // 8), slice(RING_BYTES // 8 - 4096, RING_BYTES // 8)):
         writer, (reader,) = halves(RING_BYTES)
         size = 3 * RING_BYTES // 8
-        writer.write(b"x", draw(size), pause=patient())
-        reader.header(pause=patient())
+        writer.write(b"x", draw(size), watch=patient)
+        reader.header(watch=patient)
         place = reader._memory.ring_address + RING_BYTES // 8 + stale.start
         ctypes.memset(place, 0, stale.stop - stale.start)
         with pytest.raises(FrameError, match="corrupted"):
-            reader.read(torch.empty(size, dtype=torch.uint8), pause=patient())
+            reader.read(torch.empty(size, dtype=torch.uint8), watch=patient)
 
 
 def test_whoever_waits_asks_whether_to_go_on_and_the_late_are_named() -> None:
@@ -150,16 +150,16 @@ def test_whoever_waits_asks_whether_to_go_on_and_the_late_are_named() -> None:
 
     writer, (quick, slow) = halves(readers=2)
     with pytest.raises(GaveUpError):
-        quick.header(pause=give_up)
+        quick.header(watch=lambda: give_up)
     assert writer.late() == []
     with pytest.raises(GaveUpError):  # the ring is full
-        writer.write(b"x", draw(2 * SMALL), pause=give_up)
+        writer.write(b"x", draw(2 * SMALL), watch=lambda: give_up)
     assert writer.late() == [0, 1]
-    assert quick.header(pause=give_up) == b"x"
+    assert quick.header(watch=lambda: give_up) == b"x"
     with pytest.raises(GaveUpError):  # the rest never comes
-        quick.read(torch.empty(2 * SMALL, dtype=torch.uint8), pause=give_up)
+        quick.read(torch.empty(2 * SMALL, dtype=torch.uint8), watch=lambda: give_up)
     assert writer.late() == [1]
-    assert slow.header(pause=give_up) == b"x"
+    assert slow.header(watch=lambda: give_up) == b"x"
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -168,10 +168,12 @@ def test_what_cannot_be_is_refused() -> None:
         PipeReader(reader._memory, reader=1)
     with pytest.raises(FrameError, match="no pipe of 4096 for 2 readers"):
         PipeMemory(torch.zeros(pipe_bytes(8192, readers=2), dtype=torch.uint8), ring=4096, readers=2)
-    writer._block[:8] = (LONGEST_HEADER + 1).to_bytes(8, "little")
-    writer._pass(writer._block_at, 256, past_cache=False, pause=patient())
     with pytest.raises(FrameError, match=f"A header of {LONGEST_HEADER + 1} bytes"):
-        reader.header(pause=patient())
+        writer.write(bytes(LONGEST_HEADER + 1), draw(1), watch=patient)
+    writer._block[:8] = (LONGEST_HEADER + 1).to_bytes(8, "little")
+    writer._pass(writer._block_at, 256, past_cache=False, watch=patient)
+    with pytest.raises(FrameError, match=f"A header of {LONGEST_HEADER + 1} bytes"):
+        reader.header(watch=patient)
 
 
 @pytest.mark.parametrize(("bucket", "ring"), [(64, 4096), (8192, 4096), (1 << 20, 32768), (1 << 26, 1 << 21)])

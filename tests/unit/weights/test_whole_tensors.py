@@ -53,6 +53,14 @@ def test_a_part_of_a_larger_tensor_at_an_odd_place_is_a_destination() -> None:
     assert arrived.tolist() == [1] * 5
 
 
+def test_one_element_may_have_any_stride() -> None:
+    one, [(header, sent)] = torch.zeros(10)[::7][:1], with_headers([("w", torch.ones(10)[::7][:1])])
+    _, arrived, memory = new_reader(w=one).landing(header)
+    memory.copy_(sent)
+    assert arrived is one
+    assert one.tolist() == [1.0]
+
+
 def test_memory_is_kept_and_whoever_holds_what_lies_there_is_told() -> None:
     told: list[int] = []
     reader = WholeTensorReader(before_reuse=lambda: told.append(1))
@@ -77,7 +85,7 @@ def test_a_header_that_cannot_be_read(header: bytes) -> None:
         new_reader().landing(header)
 
 
-@pytest.mark.parametrize("header", [b'["w", "float31", [3]]', b'["w", "float32", [3, -1]]'])
+@pytest.mark.parametrize("header", [b'["w", "float31", [3]]', b'["w", "float32", [3, -1]]', b'["w", [], [3]]'])
 def test_a_header_is_not_believed(header: bytes) -> None:
     with pytest.raises(BucketError, match=r"w: .* is unknown here; known: float64"):
         new_reader().landing(header)
