@@ -20,7 +20,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's fraction, as a signe
 _LINE_BYTES = 64
 _LINES = 4  # of a turn of the loop
 _TURN_BYTES = _LINES * _LINE_BYTES
-_LOOKS = 2000  # at the other's counter, about 50 microseconds
+_LOOKS = 20  # at the other's counter, about a microsecond: the other may need this core
 
 
 def copy_assembly(name: str, *, past_cache: bool) -> str:
@@ -241,7 +241,7 @@ def pass_loop() -> Callable[..., int]:
     twice, the first and the last `SUMMED_END_BYTES`, and the whole of what is no longer than `SUMMED_WHOLE_BYTES`.
 
     Returns:
-        How many bytes were moved, when all are or when the others have not gone on for about 50 microseconds.
+        How many bytes were moved, when all are or when the others have not gone on for about a microsecond.
     """
     copies = [copy_assembly("copy", past_cache=True), copy_assembly("copy_in_cache", past_cache=False)]
     word, address = ctypes.c_uint64, ctypes.c_void_p
