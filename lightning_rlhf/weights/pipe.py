@@ -68,7 +68,7 @@ class PipeMemory:
 
 
 class _CacheChoice:
-    """Whether the writer's stores stay in the cache or go past it: whichever has just been seen to be faster.
+    """Whether the writer's stores stay in the cache or go past it: in it, unless that has just been seen to be slower.
 
     Two cores that share a cache pass bytes through it at the speed of a plain copy, while past it they share a way to
     the memory. Cores that share none pass a line of the cache on seven times slower than by way of the memory. Which of
@@ -82,6 +82,8 @@ class _CacheChoice:
     AGAIN_BYTES = 1 << 30
     SLOW = 0.5
     """Of the speed past the cache."""
+    ENOUGH = 0.8
+    """Of the speed past the cache: in short trials the interpreter takes a part, more of it from the faster way."""
 
     def __init__(self, ring: int) -> None:
         self._ring = ring
@@ -121,7 +123,7 @@ class _CacheChoice:
             self._fastest_past = self._fastest
             self._begin(in_cache=True, is_trial=True)
         elif self.in_cache and (is_over or self._slow_ones > 1):
-            self._begin(in_cache=self._fastest > self._fastest_past, is_trial=False)
+            self._begin(in_cache=self._fastest > self.ENOUGH * self._fastest_past, is_trial=False)
 
 
 class _Side:

@@ -205,6 +205,12 @@ class TestCacheChoice:
         assert not far.in_cache
         assert seconds < 1.03 / 18
 
+    @pytest.mark.parametrize(("cached", "is_taken"), [(12.0, True), (10.5, True), (10.3, False), (6.0, False)])
+    def test_it_takes_the_cache_if_that_is_about_as_fast(self, cached: float, is_taken: bool) -> None:
+        choice = _CacheChoice(RING_BYTES)
+        self.move(choice, 8 * RING_BYTES, past=13, cached=cached)
+        assert choice.in_cache == is_taken
+
     def test_it_notices_when_the_cores_move_apart_and_when_they_come_together(self) -> None:
         choice = _CacheChoice(RING_BYTES)
         self.move(choice, 200 << 20, past=13, cached=17)
