@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_rlhf.weights.bucket_header import DTYPES, BucketError, BucketHeader, Piece
 from lightning_rlhf.weights.checksum import BLOCK_BYTES, RunningChecksum, as_bytes
+from lightning_rlhf.weights.receiver_memory import ReceiverMemory
 from lightning_rlhf.weights.streaming import copy_bytes
 
 ALIGNMENT = 64
@@ -167,8 +168,8 @@ def checked(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 class BucketReader:
     """Takes the buckets of a sync apart, in their order; `restart` makes it ready for the next sync.
 
-    A tensor that is spread over buckets is put together in one piece of memory, which is kept: to take a fresh one for
-    each sync costs more than the copy into it. It is not copied if its buckets lie back to back.
+    A tensor that is spread over buckets is put together in memory that is kept. It is not copied if its buckets lie
+    back to back.
 
     Args:
         sampled: as in the `BucketPacker`.
@@ -180,9 +181,8 @@ class BucketReader:
         self, *, sampled: bool = False, before_reuse: Callable[[], None] = lambda: None, in_place_bytes: int = 0
     ) -> None:
         self._sampled = sampled
-        self._before_reuse = before_reuse
+        self._memory = ReceiverMemory(before_reuse=before_reuse)
         self._in_place_bytes = in_place_bytes
-        self._memory = torch.empty(0, dtype=torch.uint8)
         self.restart()
 
     def restart(self, destinations: Mapping[str, Tensor] | None = None) -> None:
@@ -192,7 +192,7 @@ class BucketReader:
             destinations: where tensors of these names are put together; those of another dtype or shape, and those that
                 are not contiguous, are left alone.
         """
-        self._destinations = destinations or {}
+        self._memory.destinations = destinations or {}
         self._in_place = False
         self._expected = 0
         self._names: set[str] = set()
@@ -236,7 +236,7 @@ class BucketReader:
         whole, filled = self._unfinished.pop(piece.name, (None, 0))
         if piece.start != filled or piece.name in self._names:
             raise BucketError(f"{piece.name}: bytes from {piece.start} on arrived, but {filled} come next.")
-        destination = self._destination(piece)
+        destination = self._memory.destination(piece.name, dtype=DTYPES[piece.dtype], shape=piece.shape)
         if piece.num_bytes < piece.tensor_bytes or destination is not None:
             if whole is None:
                 whole = self._memory_for(piece, content, destination)
@@ -255,12 +255,6 @@ class BucketReader:
         self._names.add(piece.name)
         return content.view(DTYPES[piece.dtype]).view(piece.shape) if destination is None else destination
 
-    def _destination(self, piece: Piece) -> Tensor | None:
-        found = self._destinations.get(piece.name)
-        if found is None or found.dtype != DTYPES[piece.dtype] or found.shape != piece.shape:
-            return None
-        return found if found.is_contiguous() else None
-
     def _memory_for(self, piece: Piece, content: Tensor, destination: Tensor | None) -> Tensor:
         if self._unfinished:
             raise BucketError(f"{piece.name} begins before {sorted(self._unfinished)} is complete.")
@@ -272,11 +266,7 @@ class BucketReader:
             if first + piece.tensor_bytes > room:
                 raise BucketError(f"{piece.name}: it begins at byte {first} of {room} and does not fit there.")
             return content.as_strided((piece.tensor_bytes,), (1,))
-        self._before_reuse()
-        if self._memory.numel() < piece.tensor_bytes or self._memory.device != content.device:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the smaller one first
-            self._memory = torch.empty(piece.tensor_bytes, dtype=torch.uint8, device=content.device)
-        return self._memory[: piece.tensor_bytes]
+        return self._memory.kept(piece.tensor_bytes, device=content.device)
 
     def finish(self, num_buckets: int) -> None:
         """Checks that all came.

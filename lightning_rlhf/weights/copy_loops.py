@@ -11,15 +11,16 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-COUNTER_STRIDE = 128
+LINE_BYTES = 64
+"""Of a cache."""
+COUNTER_STRIDE = 2 * LINE_BYTES
 """Bytes between the counters of different processes: two lines, since processors fetch lines in pairs."""
 SUMMED_WHOLE_BYTES = 64 << 10
 SUMMED_END_BYTES = 512
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's fraction, as a signed word
-_LINE_BYTES = 64
 _LINES = 4  # of a turn of the loop
-_TURN_BYTES = _LINES * _LINE_BYTES
+_TURN_BYTES = _LINES * LINE_BYTES
 _LOOKS = 20  # at the other's counter, about a microsecond: the other may need this core
 
 
@@ -36,7 +37,7 @@ def copy_assembly(name: str, *, past_cache: bool) -> str:
             "begin:",
             "  %address = ptrtoint ptr %to to i64",
             "  %over = sub i64 0, %address",
-            f"  %odd = and i64 %over, {_LINE_BYTES - 1}",
+            f"  %odd = and i64 %over, {LINE_BYTES - 1}",
             "  %head = call i64 @llvm.umin.i64(i64 %odd, i64 %bytes)",
             "  %rest = sub i64 %bytes, %head",
             f"  %whole = and i64 %rest, {-_TURN_BYTES}",
@@ -53,7 +54,7 @@ def copy_assembly(name: str, *, past_cache: bool) -> str:
             *(f"  %from{k} = getelementptr <16 x i32>, ptr %from.at, i64 {k}" for k in lines),
             *(f"  %to{k} = getelementptr <16 x i32>, ptr %to.at, i64 {k}" for k in lines),
             *(f"  %line{k} = load <16 x i32>, ptr %from{k}, align 1" for k in lines),
-            *(f"  store <16 x i32> %line{k}, ptr %to{k}, align {_LINE_BYTES}{hint}" for k in lines),
+            *(f"  store <16 x i32> %line{k}, ptr %to{k}, align {LINE_BYTES}{hint}" for k in lines),
             f"  %next = add i64 %at, {_TURN_BYTES}",
             "  br label %turn.test",
             *_byte_loop("tail", first="%end", before="turn.test", end="%bytes", then="done"),

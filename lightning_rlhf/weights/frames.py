@@ -62,6 +62,16 @@ def counters_suffice() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
+def check_reader(reader: int, *, readers: int) -> None:
+    """Refuses the number of a reader that is not there.
+
+    Raises:
+        FrameError: naming it.
+    """
+    if not 0 <= reader < readers:
+        raise FrameError(f"Reader {reader} of {readers}: there is no such one.")
+
+
 def control_bytes(readers: int) -> int:
     """Bytes of counters and cards; the data begin there, at a memory page."""
     return -(-8 * (_first_card(readers) + NUM_CARDS * _CARD_WORDS) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -202,15 +212,10 @@ class FrameReader:
     """
 
     def __init__(self, memory: FrameMemory, *, reader: int) -> None:
-        if not 0 <= reader < memory.readers:
-            raise FrameError(f"Reader {reader} of {memory.readers}: there is no such one.")
+        check_reader(reader, readers=memory.readers)
         self._memory = memory
         self._taken_word, self._released_word = memory.taken(reader), memory.released(reader)
         self._taken = self._released = 0
-
-    def published(self) -> int:
-        """How many frames have been published."""
-        return self._memory.words[_PUBLISHED]
 
     def next(self) -> Frame | None:
         """The next frame, if there is one: the first that is not taken."""

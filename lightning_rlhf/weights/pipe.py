@@ -21,14 +21,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_rlhf.weights.copy_loops import COUNTER_STRIDE, pass_loop
-from lightning_rlhf.weights.frames import FrameError, Watch, wait_for
+from lightning_rlhf.weights.copy_loops import COUNTER_STRIDE, LINE_BYTES, pass_loop
+from lightning_rlhf.weights.frames import FrameError, Watch, check_reader, wait_for
 from lightning_rlhf.weights.streaming import STREAM_BYTES
 
 RING_BYTES = 2 << 20
 """With half of it two cores wait for each other; four times as much leaves a cache that others use as well."""
 _CHUNKS = 8
-_LINE = 64  # what is written begins at a line
 _WORD = 8
 _BLOCK_BYTES = 256
 """Of a header and its length, which are read at once; a longer one in two steps."""
@@ -55,7 +54,7 @@ class PipeMemory:
     """
 
     def __init__(self, memory: Tensor, *, ring: int, readers: int) -> None:
-        if memory.numel() != pipe_bytes(ring, readers=readers) or ring % (_CHUNKS * _LINE):
+        if memory.numel() != pipe_bytes(ring, readers=readers) or ring % (_CHUNKS * LINE_BYTES):
             raise FrameError(f"{memory.numel()} bytes are no pipe of {ring} for {readers} readers.")
         self.readers = readers
         self.ring = ring
@@ -141,14 +140,11 @@ class _Side:
         self._checksum = ctypes.c_uint64()
         self._block = bytearray(_BLOCK_BYTES)
         self._block_at = ctypes.addressof(ctypes.c_char.from_buffer(self._block))
-        others = (COUNTER_STRIDE, memory.readers, memory.ring) if self._writes else (0, 1, 0)
-        self._arguments = (
-            memory.address + side * COUNTER_STRIDE,
-            memory.address + others[0],
-            *others[1:],
-            *(memory.ring_address, memory.ring, memory.chunk),
-            ctypes.addressof(self._checksum),
-        )
+        mine, first_reader = memory.address + side * COUNTER_STRIDE, memory.address + COUNTER_STRIDE
+        # the others' counters, how many, and how far this side may be ahead of them
+        others = (first_reader, memory.readers, memory.ring) if self._writes else (memory.address, 1, 0)
+        ring = (memory.ring_address, memory.ring, memory.chunk)
+        self._arguments = (mine, *others, *ring, ctypes.addressof(self._checksum))
 
     def _pass(self, address: int, size: int, *, past_cache: bool, watch: Watch) -> None:
         loop, done = pass_loop(), 0
@@ -162,7 +158,7 @@ class _Side:
     def _move_to_line(self) -> None:
         """Skips the rest of the line: what comes next begins at one."""
         positions = self._memory.positions
-        positions[self._side] = -(-positions[self._side] // _LINE) * _LINE
+        positions[self._side] = -(-positions[self._side] // LINE_BYTES) * LINE_BYTES
 
 
 class PipeWriter(_Side):
@@ -218,8 +214,7 @@ class PipeWriter(_Side):
 
     def _write_header(self, header: bytes, *, watch: Watch) -> None:
         whole = len(header).to_bytes(_WORD, "little") + header
-        first = whole[:_BLOCK_BYTES].ljust(_BLOCK_BYTES)
-        self._block[:] = first
+        self._block[:] = whole[:_BLOCK_BYTES].ljust(_BLOCK_BYTES)
         self._pass(self._block_at, _BLOCK_BYTES, past_cache=False, watch=watch)
         if rest := whole[_BLOCK_BYTES:]:
             memory = ctypes.create_string_buffer(rest)
@@ -240,13 +235,8 @@ class PipeReader(_Side):
     """
 
     def __init__(self, memory: PipeMemory, *, reader: int) -> None:
-        if not 0 <= reader < memory.readers:
-            raise FrameError(f"Reader {reader} of {memory.readers}: there is no such one.")
+        check_reader(reader, readers=memory.readers)
         super().__init__(memory, 1 + reader)
-
-    def written(self) -> int:
-        """The writer's position."""
-        return self._memory.positions[0]
 
     def header(self, *, watch: Watch) -> bytes | None:
         """The next header; None at the end.

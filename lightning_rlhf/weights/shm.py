@@ -1,4 +1,4 @@
-"""The checkpoint engine of receivers on the same machine: shared memory, read in place.
+"""The checkpoint engine of receivers on the same machine: shared memory.
 
 The body of a sync (see `connected`) needs one message only: buckets are frames, and their headers lie beside them in
 the memory (`frames`). Whoever waits for the other side looks at the connection meanwhile::
@@ -53,8 +53,6 @@ from lightning_rlhf.weights.whole_tensors import WholeTensorReader, with_headers
 
 ENOUGH_BYTES = 16 << 20
 """Of a frame: small enough that receivers start early, large enough that what is done once a frame costs nothing."""
-
-
 _LAST = b""
 """Header of the frame after the last bucket's: whoever waits for a frame looks for messages only after a while."""
 _PIPE = b"pipe"
@@ -215,7 +213,7 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
         reader.restart(self.direct_destinations())
         self._end = None
         frames = link.frames
-        watch = partial(self._watch_sender, channel, frames.published)
+        watch = partial(self._watch_sender, channel)
         while (frame := self._next_frame(frames, watch)).header not in (_LAST, _PIPE):
             header = BucketHeader.from_json(json.loads(frame.header))
             if header.num_bytes != frame.content.numel():
@@ -236,7 +234,7 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
             reader.finish(int(self._last_message(channel)["buckets"]))
 
     def _receive_piped(self, channel: Channel, pipe: PipeReader) -> Iterator[tuple[str, Tensor]]:
-        reader, watch = self._whole_reader, partial(self._watch_sender, channel, pipe.written)
+        reader, watch = self._whole_reader, partial(self._watch_sender, channel)
         reader.restart(self.direct_destinations())
         while (header := pipe.header(watch=watch)) is not None:
             name, tensor, content = reader.landing(header)
@@ -260,18 +258,14 @@ class ShmCheckpointEngine(LinkedCheckpointEngine):
 
         return wait_for(attempt, watch=watch)
 
-    def _watch_sender(self, channel: Channel, progress: Callable[[], int]) -> Pause:
+    def _watch_sender(self, channel: Channel) -> Pause:
         """A wait for the sender begins; the message that ends the sync may come meanwhile."""
-        seen, deadline = progress(), time.monotonic() + PATIENCE * self.timeout
+        deadline = time.monotonic() + PATIENCE * self.timeout
 
         def pause(seconds: float) -> None:
-            nonlocal seen, deadline
             if channel.holds_message() or readable([channel], timeout=seconds):
                 self._end = self.expect(channel, ("end",), phase="receive")
-            now, moved = time.monotonic(), progress()
-            if moved != seen:
-                seen, deadline = moved, now + PATIENCE * self.timeout
-            elif now > deadline:
+            elif time.monotonic() > deadline:
                 raise PeerError(f"no answer within {PATIENCE * self.timeout:g} s.", peer=channel.peer, phase="receive")
 
         return pause

@@ -16,12 +16,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_rlhf.weights.copy_loops import copy_loop
+from lightning_rlhf.weights.copy_loops import LINE_BYTES, copy_loop
 
 STREAM_BYTES = 64 << 10
 """Smaller copies stay in the cache, where plain stores are as fast."""
 _PART_BYTES = 4 << 20  # worth a thread of its own: a third of a millisecond
-_LINE_BYTES = 64
 
 
 def copy_bytes(destination: Tensor, source: Tensor) -> None:
@@ -53,7 +52,7 @@ def _copy(destination: int, source: int, size: int) -> None:
     if parts <= 1:
         loop(destination, source, size)
         return
-    bounds = [size * part // parts // _LINE_BYTES * _LINE_BYTES for part in range(parts)]
+    bounds = [size * part // parts // LINE_BYTES * LINE_BYTES for part in range(parts)]
     first, *others = itertools.pairwise([*bounds, size])
     under_way = [_threads().submit(loop, destination + start, source + start, end - start) for start, end in others]
     loop(destination, source, first[1])

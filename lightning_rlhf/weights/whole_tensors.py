@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_rlhf.weights.bucket_header import DTYPES, BucketError
 from lightning_rlhf.weights.buckets import checked
 from lightning_rlhf.weights.checksum import as_bytes
+from lightning_rlhf.weights.receiver_memory import ReceiverMemory
 
 
 def with_headers(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[bytes, Tensor]]:
@@ -31,12 +32,11 @@ class WholeTensorReader:
     """Finds memory for each tensor: its destination, or memory that is kept from sync to sync.
 
     Args:
-        before_reuse: called before that memory is written again.
+        before_reuse: called before kept memory is written again.
     """
 
     def __init__(self, *, before_reuse: Callable[[], None]) -> None:
-        self._before_reuse = before_reuse
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = ReceiverMemory(before_reuse=before_reuse)
         self.restart({})
 
     def restart(self, destinations: Mapping[str, Tensor]) -> None:
@@ -46,7 +46,7 @@ class WholeTensorReader:
             destinations: where tensors of these names go; those of another dtype or shape, on another device, and those
                 that are not contiguous, are left alone.
         """
-        self._destinations = destinations
+        self._memory.destinations = destinations
         self._names: set[str] = set()
 
     def landing(self, header: bytes) -> tuple[str, Tensor, Tensor]:
@@ -65,18 +65,11 @@ class WholeTensorReader:
         if name in self._names:
             raise BucketError(f"{name} came twice.")
         self._names.add(name)
-        destination = self._destinations.get(name)
-        if destination is None or not _is_like(destination, DTYPES[dtype], shape):
-            content = self._kept_memory(math.prod(shape) * DTYPES[dtype].itemsize)
+        destination = self._memory.destination(name, dtype=DTYPES[dtype], shape=shape)
+        if destination is None or not destination.is_cpu:
+            content = self._memory.kept(math.prod(shape) * DTYPES[dtype].itemsize, device=torch.device("cpu"))
             return name, content.view(DTYPES[dtype]).view(shape), content
         return name, destination, as_bytes(destination)
-
-    def _kept_memory(self, num_bytes: int) -> Tensor:
-        self._before_reuse()
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the smaller one first
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._memory[:num_bytes]
 
     def finish(self, num_tensors: int) -> None:
         """Checks that all came.
@@ -86,8 +79,3 @@ class WholeTensorReader:
         """
         if len(self._names) != num_tensors:
             raise BucketError(f"{len(self._names)} of {num_tensors} tensors arrived.")
-
-
-def _is_like(destination: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    same = destination.dtype == dtype and destination.shape == shape
-    return same and destination.is_cpu and destination.is_contiguous()

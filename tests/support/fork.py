@@ -101,6 +101,11 @@ def run_distributed(
             _kill(one)
 
 
+def in_own_process(body: Callable[[], Any], *, timeout: float = 60.0) -> None:
+    """The test itself in a process: what a transport starts in it ends with it."""
+    run_distributed(body, 1, init_process_group=False, timeout=timeout)
+
+
 def _fork(rank: int, meeting: _Meeting, call: Callable[[], Any]) -> _Rank:
     ours, theirs = Pipe()
     sys.stdout.flush()

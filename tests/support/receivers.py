@@ -110,6 +110,19 @@ def _serve(pipe: Connection, invitation: Invitation, own: Mapping[str, Tensor]) 
     engine.close()
 
 
+def push(engine: CheckpointEngine, names: list[str], tensors: Mapping[str, Tensor]) -> None:
+    """One sync to the receivers of these names, on the sender's side."""
+    push_stream(engine, names, iter(tensors.items()))
+
+
+def push_stream(engine: CheckpointEngine, names: list[str], stream: Iterator[tuple[str, Tensor]]) -> None:
+    """One sync of what the stream brings."""
+    engine.prepare()
+    engine.init_process_group(engine.build_topology(trainer_world_size=1, receiver_ids=names))
+    engine.send_weights(stream)
+    engine.finalize()
+
+
 def inner_of(engine: CheckpointEngine) -> ConnectedCheckpointEngine:
     inner = getattr(engine, "inner", engine)
     assert isinstance(inner, ConnectedCheckpointEngine)
@@ -161,7 +174,7 @@ def _flip_one_bit_in_pipes() -> None:
 
     def flipped(self: PipeReader, content: Tensor, *, watch: Watch) -> None:
         place = self._memory.positions[self._side]
-        while content.numel() and self.written() <= place:
+        while content.numel() and self._memory.positions[0] <= place:
             time.sleep(1e-3)
         byte = ctypes.c_uint8.from_address(self._memory.ring_address + place % self._memory.ring)
         byte.value ^= 8

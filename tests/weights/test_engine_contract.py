@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.fork import run_distributed
-from support.receivers import Forked, Packed, Receiver, came_through_a_pipe, pack
+from support.fork import in_own_process
+from support.receivers import Forked, Packed, Receiver, came_through_a_pipe, pack, push, push_stream
 from torch import Tensor
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry, Invitation
@@ -93,18 +93,6 @@ def expected(tensors: dict[str, Tensor]) -> dict[str, Packed]:
     return packed | {second: packed[first] for second, first in TIED.items() if first in packed}
 
 
-def push(engine: CheckpointEngine, names: list[str], tensors: dict[str, Tensor]) -> None:
-    engine.prepare()
-    engine.init_process_group(engine.build_topology(trainer_world_size=1, receiver_ids=names))
-    engine.send_weights(iter(tensors.items()))
-    engine.finalize()
-
-
-def in_own_process(body: Callable[[], Any]) -> None:
-    """The sender, too, has its own process: what a transport starts in it ends with it."""
-    run_distributed(body, 1, init_process_group=False, timeout=90.0)
-
-
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("count", [2, 3])
 def test_contents_are_equal_bit_for_bit_in_three_rounds(name: str, count: int, tmp_path: Path) -> None:
@@ -127,7 +115,7 @@ def test_contents_are_equal_bit_for_bit_in_three_rounds(name: str, count: int, t
         assert came_through_a_pipe(engine) == (name == "shm-piped")
         engine.close()
 
-    in_own_process(body)
+    in_own_process(body, timeout=90.0)
 
 
 def _check_groups_are_together(names: list[str]) -> None:
@@ -153,7 +141,7 @@ def test_a_subset_brings_fused_layers_whole_or_is_refused(name: str, tmp_path: P
         assert "k_proj" in receiver.result()
         engine.close()
 
-    in_own_process(body)
+    in_own_process(body, timeout=90.0)
 
 
 PHASE_OF_DEATH = {
@@ -194,14 +182,7 @@ def test_the_death_of_a_receiver_in_each_phase(name: str, tmp_path: Path) -> Non
         assert survivor.result() == expected(tensors)
         engine.close()
 
-    in_own_process(body)
-
-
-def push_stream(engine: CheckpointEngine, names: list[str], stream: Iterator[tuple[str, Tensor]]) -> None:
-    engine.prepare()
-    engine.init_process_group(engine.build_topology(trainer_world_size=1, receiver_ids=names))
-    engine.send_weights(stream)
-    engine.finalize()
+    in_own_process(body, timeout=90.0)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -231,7 +212,7 @@ def test_the_death_of_the_sender(name: str, tmp_path: Path) -> None:
         assert time.monotonic() - start < 4 * TIMEOUT
         sender.wait()
 
-    in_own_process(body)
+    in_own_process(body, timeout=90.0)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -253,7 +234,7 @@ def test_a_slow_receiver_is_waited_for_and_a_silent_one_is_not(name: str, tmp_pa
         slow.kill()
         engine.close()
 
-    in_own_process(body)
+    in_own_process(body, timeout=90.0)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -271,7 +252,7 @@ def test_one_flipped_bit_is_found_and_the_next_sync_is_good(name: str, tmp_path:
         assert whole.result() == expected(tensors)
         engine.close()
 
-    in_own_process(body)
+    in_own_process(body, timeout=90.0)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -290,7 +271,7 @@ def test_a_consumer_that_fails_is_reported_and_may_join_again(name: str, tmp_pat
         assert receiver.result() == expected(tensors)
         engine.close()
 
-    in_own_process(body)
+    in_own_process(body, timeout=90.0)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -310,7 +291,7 @@ def test_receivers_come_and_go_between_syncs(name: str, tmp_path: Path) -> None:
             push(engine, ["d"], tensors)
         engine.close()
 
-    in_own_process(body)
+    in_own_process(body, timeout=90.0)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -352,4 +333,4 @@ def test_tensors_arrive_in_memory_of_the_consumer(name: str, tmp_path: Path) -> 
         assert "destination" in receiver.result()
         engine.close()
 
-    in_own_process(body)
+    in_own_process(body, timeout=90.0)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.fork import run_distributed
 from support.mooncake import run_with_mooncake
-from support.receivers import Receiver, pack
+from support.receivers import Receiver, pack, push
 from torch import Tensor
 
 from lightning_rlhf.contracts.checkpoint_engine import CheckpointEngineRegistry
@@ -41,13 +41,6 @@ def weights() -> dict[str, Tensor]:
         "empty": torch.zeros(0, 3),
         **{f"layer.{index}": torch.randn(700 + index, generator=draw) for index in range(8)},
     }
-
-
-def push(engine: KimiCheckpointEngine, names: list[str], tensors: dict[str, Tensor]) -> None:
-    engine.prepare()
-    engine.init_process_group(engine.build_topology(trainer_world_size=1, receiver_ids=names))
-    engine.send_weights(iter(tensors.items()))
-    engine.finalize()
 
 
 # --- portions --------------------------------------------------------------------------------------------------------
@@ -290,7 +283,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 PEER_TO_PEER = """
     import os, sys
     sys.path[:0] = [{tests!r}, {here!r}]
-    from support.receivers import Receiver, pack
+    from support.receivers import Receiver, pack, push
     from test_kimi import push, weights
     from lightning_rlhf.weights import KimiCheckpointEngine, PeerError
     engine = KimiCheckpointEngine(mode="p2p", bucket_bytes=8192, timeout=5.0, portion_bytes=16384)

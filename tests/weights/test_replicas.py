@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.fork import DistributedError, run_distributed
+from support.fork import DistributedError, in_own_process, run_distributed
 from support.pushes import Served, TinyRollout, TinyTrainer, new_manager, start
 from support.receivers import Forked, came_through_a_pipe
 from support.tiny import tiny_model, write_tiny_model
@@ -28,10 +28,6 @@ from lightning_rlhf.weights import CheckpointEngineManager, PeerError, ShmCheckp
 from lightning_rlhf.weights.channel import join_hub
 from lightning_rlhf.weights.replica import ReplicaHub, ReplicaServant, serve_replica
 from lightning_rlhf.weights.roll_call import TrainerRankLostError
-
-
-def in_own_process(body: Any) -> None:
-    run_distributed(body, 1, init_process_group=False, timeout=60.0)
 
 
 def test_the_protocol_in_its_order_on_two_replicas_in_two_pushes() -> None:
